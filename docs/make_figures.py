@@ -278,7 +278,7 @@ def gradient_histogram() -> str:
     import optax
 
     import tailrace as tr
-    from tailrace.cli.command_line import main as tailrace
+    from tailrace.cli import main as tailrace
 
     example = Path(__file__).parents[1] / "examples" / "observe_gradients.py"
     spec = importlib.util.spec_from_file_location("observe_gradients", example)

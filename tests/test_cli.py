@@ -19,6 +19,7 @@ from tailrace.data.batches import batches
 
 recipe = batches({"x": np.zeros((20, 3))}, 2, repeat=True)
 short = [np.zeros(2)] * 3
+finite = batches(np.zeros(56), 1)
 number = 5
 
 class holder:
@@ -61,6 +62,21 @@ def test_json(name, capsys):
     assert err == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("short", [], [1, 1, 1]),
+        ("short", ["--epochs", "1"], [3]),
+        ("short", ["--elements", "2"], [2]),
+        ("finite", [], [11] * 5),
+    ],
+)
+def test_a_short_dataset_is_measured_as_far_as_it_goes(name, options, expected, capsys):
+    assert main(["benchmark-data", f"my_test_data:{name}", "--json", *options]) == 0
+    figures = json.loads(capsys.readouterr().out)["epochs"]
+    assert [e["elements_processed"] for e in figures] == expected
+
+
 def test_table_and_verdict(capsys):
     assert main(["benchmark-data", "my_test_data:make", "--step-time", "1e7", *SMALL]) == 0
     out, _ = capsys.readouterr()
@@ -87,7 +103,8 @@ def test_with_json_the_verdict_goes_to_stderr(capsys):
         (["my_test_data:number"], "This is not a dataset. Received: a int: 5"),
         (["my_test_data:broken"], "my_test_data:broken was called and raised OSError: no file"),
         (["my_test_data:breaks_later"], "raised OSError after 1 elements: gone"),
-        (["my_test_data:short"], "asked for 5000 elements"),
+        (["my_test_data:short", "--elements", "9"], "asked for 9 elements"),
+        (["my_test_data:short", "--epochs", "4"], "asked for 4 elements"),
         (["my_test_data:recipe", "--epochs", "0"], "epochs must be a whole number >= 1"),
         (
             ["my_test_data:recipe", "--step-time", "0"],

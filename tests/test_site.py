@@ -1,8 +1,17 @@
 """The site: nothing public is missing from its reference, and what it quotes exists."""
 
+import doctest
+import importlib
+import importlib.util
+import os
 import pathlib
+import pkgutil
 import re
+import subprocess
+import sys
+import typing
 
+import jax
 import pytest
 
 import tailrace as tr
@@ -13,6 +22,9 @@ REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").g
 MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+NAMES = re.findall(
+    r"^\.\. auto(?:function|class|method):: tailrace\.([\w.]+)", REFERENCE, re.MULTILINE
+)
 EXTERNAL = {
     "https://docs.wandb.ai",
     "https://github.com/pytorch/torchtitan",
@@ -45,6 +57,92 @@ def test_every_public_name_is_in_the_reference(name):
         assert "automodule:: tailrace.errors" in REFERENCE
         return
     assert re.search(rf":: tailrace\.{name}$", REFERENCE, re.MULTILINE)
+
+
+RESULTS = [
+    ("batches", {"without", "rows", "iterate"}),
+    ("open_run", {"is_ended", "interventions", "history", "records", "refresh"}),
+    ("Trainer.replay", set()),
+    ("Trainer.explain_step", {"grew_first"}),
+    ("Trainer.explain", set()),
+    ("Trainer.profile", {"tree", "treemap", "save"}),
+    ("on_spike", set()),
+    ("diff", set()),
+    ("plan", {"check", "simulate", "draw"}),
+    ("what_if", {"best"}),
+]
+
+
+def described(name: str) -> object:
+    """What a directive of the reference describes."""
+    try:
+        return pkgutil.resolve_name(f"tailrace:{name}")
+    except AttributeError:  # a module that nothing has imported yet
+        return pkgutil.resolve_name(f"tailrace.{name}")
+
+
+@pytest.mark.parametrize(("name", "members"), RESULTS)
+def test_what_a_function_returns_is_in_the_reference(name, members):
+    function = described(name)
+    returned = typing.get_type_hints(function)["return"]
+    entry = f"autoclass:: {returned.__module__}.{returned.__qualname__}()\n"
+    _, found, options = REFERENCE.partition(entry)
+    assert found
+    listed = re.match(r"   :members:(.*)\n", options)
+    named = set(listed[1].strip().split(", ")) - {""} if listed else set()
+    shown = named or (set(vars(returned)) if listed else set())
+    assert members <= shown
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("keras.", "torch."))])
+def test_properties_are_described_without_a_colon(name):
+    """Text before a colon is shown as a type: Napoleon reads `type: description`."""
+    for member in vars(described(name)).values():
+        if isinstance(member, property):
+            first = (member.__doc__ or "").partition("\n")[0]
+            assert ":" not in re.sub("`[^`]*`", "", first)
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    """The examples of a name and of its members, each in an empty namespace, as a reader pastes it."""
+    porch = name.partition(".")[0]
+    if porch in ("keras", "torch"):
+        if importlib.util.find_spec(porch) is None:
+            pytest.skip(f"{porch} is not installed")
+        importlib.import_module(f"tailrace.{porch}")  # before Keras, which then runs on JAX
+    value = described(name)
+    found = doctest.DocTestFinder().find(value, name, module=False, globs={})
+    return [test for test in found if test.examples]
+
+
+def run_as_pasted(test: doctest.DocTest) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        done = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test)
+    assert done.failed == 0
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("keras.")])
+def test_examples_of_the_reference_run_as_pasted(name, same_devices):
+    for test in examples(name):
+        run_as_pasted(test)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("keras.")])
+def test_examples_of_keras_run_as_pasted(name, same_devices):
+    for test in examples(name):
+        code = "".join(example.source for example in test.examples)
+        # Keras chooses its backend when it is imported: ours comes first.
+        assert re.search(r"import (tailrace\.)?keras\b", code)[1], code
+        run_as_pasted(test)
+
+
+def test_an_example_of_keras_in_a_clean_interpreter():
+    (test,) = examples("keras.CrossReplicaOptimizer")
+    clean = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    code = "".join(example.source for example in test.examples)
+    run = [sys.executable, "-c", f"{code}print(keras.backend.backend())"]
+    done = subprocess.run(run, env=clean, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "jax", done.stderr
 
 
 @pytest.mark.parametrize("porch", ["keras", "torch"])

@@ -91,11 +91,11 @@ def test_the_advice_names_a_version_that_works():
 
 def test_the_doctor_prints_the_seams(monkeypatch):
     shown = str(doctor.diagnose())
-    assert "as known  scan's parameters (loops)" in shown
+    assert "ok       scan's parameters (loops)" in shown
     assert "CHANGED" not in shown
     monkeypatch.setattr(internals, "scan_sizes", lacks)
     shown = str(doctor.diagnose())
-    assert "CHANGED   scan's parameters (loops)" in shown
+    assert "CHANGED  scan's parameters (loops)" in shown
     assert "scan's parameters have changed; use" in shown
 
 

@@ -314,6 +314,15 @@ def test_the_best_and_the_end_stay(tmp_path):
     assert any(name.endswith("-best") for name in names)
 
 
+def test_the_best_of_a_value_that_there_is_not(tmp_path):
+    best = tr.Checkpoint(tmp_path / "kept", best="val_loss")
+    with pytest.raises(tr.errors.OptionError, match="best='val_loss'. without validation_data"):
+        model_of().fit(**arrays(), verbose=0, checkpoint=best)
+    best = tr.Checkpoint(tmp_path / "kept", best="mea")
+    with pytest.raises(tr.errors.OptionError, match="no value 'mea' to watch. Logged are: 'loss'"):
+        model_of().fit(**arrays(), verbose=0, checkpoint=best)
+
+
 def test_what_is_refused(tmp_path):
     directory = tmp_path / "kept"
     model = model_of()

@@ -463,7 +463,7 @@ def test_stages_are_named_in_a_scope_and_for_all_layers():
     with pytest.raises(tr.TailraceError, match="only be used from within a tk.Strategy"):
         tk.PipelineStage(0).__enter__()
     with tk.Strategy().scope():
-        with pytest.raises(ValueError, match="number of at least 0"):
+        with pytest.raises(ValueError, match="whole number of at least 0"):
             tk.PipelineStage(-1).__enter__()
         with tk.PipelineStage(0), pytest.raises(tr.TailraceError, match="must not be nested"):
             tk.PipelineStage(1).__enter__()

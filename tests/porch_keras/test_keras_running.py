@@ -271,8 +271,15 @@ def test_more_counting_rules(caplog):
         model.fit(x[:30], y[:30], batch_size=8, verbose=0)
     with pytest.raises(ValueError, match=r"whole steps\. Received: 3 batches"):
         model.fit(x[:24], y[:24], batch_size=8, verbose=0)
-    with pytest.raises(ValueError, match="steps_per_execution counts batches"):
+    with pytest.raises(
+        ValueError, match="steps_per_execution must be a whole number >= 1 .batches."
+    ):
         line(execution=0)
+    model = line(execution=2, observe="grad/nothing")
+    with pytest.raises(
+        tr.errors.SelectionError, match=r"All names: tk.of\(model\).tensors\(\), aft"
+    ):
+        model.fit(x[:16], y[:16], batch_size=8, verbose=0)
 
 
 # -- replicas and accumulation ------------------------------------------------------------------

@@ -305,12 +305,12 @@ def test_parameters_are_parameters_inside_of_forward():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_iterations": 0}, "device_iterations is a number of at least 1"),
-        ({"replicas": True}, "replicas is a number of at least 1"),
+        ({"device_iterations": 0}, "device_iterations must be a whole number >= 1"),
+        ({"replicas": True}, "replicas must be a whole number >= 1"),
         ({"accumulation": 0}, "at least one microbatch"),
         ({"reduction": "median"}, "Cannot parse 'median' as a reduction"),
         ({"precision": "low"}, "precision is one of"),
-        ({"seed": "x"}, "seed is an integer"),
+        ({"seed": "x"}, "seed must be a whole number"),
         ({"execution": "phased"}, "execution is 'pipelined' or 'sharded'"),
         ({"iterations": 3}, "There is no option 'iterations'"),
     ],

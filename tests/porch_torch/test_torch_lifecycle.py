@@ -475,7 +475,7 @@ def test_another_dtype_takes_effect():
     [
         ({"schedule": "z"}, "schedule is 'auto', 'grouped', 'interleaved', 'sequential'"),
         ({"recompute": "maybe"}, "recompute is False, True"),
-        ({"output_return_period": -2}, "output_return_period is a number of at least 1"),
+        ({"output_return_period": -2}, "output_return_period must be a whole number >= 1: of"),
         ({"run_dir": 3}, "run_dir is the path of a directory"),
     ],
 )

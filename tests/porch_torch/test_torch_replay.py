@@ -123,7 +123,7 @@ def test_what_cannot_be_replayed(plain):
     for count, last in ((3, 12), (5, 15)):
         with pytest.raises(DataExhausted, match=f"end before step 17: with step {last}"):
             model.replay(17, calls(12, count=count), checkpoint=plain)
-    with pytest.raises(CheckpointError, match="has none: the earliest there is of step 6"):
+    with pytest.raises(CheckpointError, match="' starts with step 6. Save"):
         model.replay(5, calls(12), checkpoint=plain)
     with pytest.raises(CheckpointError, match="makes 4 steps, and .* was saved after 6"):
         made(device_iterations=4).replay(7, calls(12), checkpoint=plain)
@@ -131,7 +131,7 @@ def test_what_cannot_be_replayed(plain):
 
 def test_what_is_given_is_checked(tmp_path):
     model = made()
-    with pytest.raises(CheckpointError, match="has none: it holds none"):
+    with pytest.raises(CheckpointError, match="' contains no such file. Save"):
         model.replay(5, calls(12), checkpoint=tmp_path)
     with pytest.raises(OptionError, match=r"a file that model\.save\(path\) wrote"):
         model.replay(5, calls(12), checkpoint=None)

@@ -237,7 +237,10 @@ def test_a_thousand_steps_stay_small(tmp_path):
 def test_wrong_arguments():
     with pytest.raises(tr.TailraceError, match=r"executions is a range .* Received: 3"):
         tr.trace("x", executions=3)  # type: ignore[arg-type]
-    with pytest.raises(tr.TailraceError, match="operations is a number of executions"):
+    with pytest.raises(
+        tr.TailraceError,
+        match="operations must be a whole number >= 0 .0: of no execution., or None",
+    ):
         tr.trace("x", operations=-1)
 
 

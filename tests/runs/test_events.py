@@ -82,7 +82,7 @@ def test_select_and_every(run, tmp_path):
 def test_errors(run, tmp_path, monkeypatch):
     with pytest.raises(tr.errors.SelectionError, match="No records match 'x'. There are records"):
         run.to_tensorboard(tmp_path, "x")
-    with pytest.raises(tr.errors.OptionError, match="every is a number of steps of at least 1"):
+    with pytest.raises(tr.errors.OptionError, match="every must be a whole number >= 1"):
         run.to_tensorboard(tmp_path, every=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(tr.errors.RunError, match="Events cannot be written to .*file/log'"):

@@ -14,6 +14,9 @@ import numpy as np, optax, tailrace as tr
 def loss(w, x): return ((w - x) ** 2).mean()
 trainer = tr.Trainer(loss, optax.sgd(0.1), np.float32(0))
 def make(): return trainer, np.zeros(3, np.float32)
+data = tr.batches(np.zeros(6, np.float32), 3)
+def with_data(): return trainer, data
+def with_elements(): return trainer, [np.zeros(3, np.float32)] * 2
 def broken(): raise OSError("gone")
 number = 5
 """
@@ -65,6 +68,15 @@ def test_tensors(capsys):
     assert capsys.readouterr().out.split()[4:7] == ["grad/params", "[]", "float32"]
     assert main(["tensors", "my_trainers:make", "--json"]) == 0
     assert "loss" in {row["name"] for row in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("name", ["with_data", "with_elements"])
+def test_tensors_of_trainer_and_dataset(name, capsys):
+    """The function that replay and audit take."""
+    assert main(["tensors", f"my_trainers:{name}", "--select", "input/*"]) == 0
+    assert capsys.readouterr().out.split()[4:7] == ["input/0", "[3]", "float32"]
+    assert main(["tensors", f"my_trainers:{name}", "--select", "nothing"]) == 2
+    assert "All names: tailrace tensors without --select." in capsys.readouterr().err
 
 
 def test_plan(tmp_path, capsys):

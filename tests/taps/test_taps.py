@@ -248,15 +248,32 @@ def test_options_of_a_tap_are_checked(options, text):
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "3"])
 def test_a_period_is_a_whole_number(n):
-    with pytest.raises(OptionError, match=r"tr.every\(n\) needs n >= 1. Received"):
+    with pytest.raises(
+        OptionError, match=r"n must be a whole number >= 1 in tr.every\(n\). Received"
+    ):
         tr.every(n)
 
 
 def test_an_unknown_name_lists_the_nearest():
     trainer = tr.Trainer(loss_fn, OPTIMIZER, network(), observe="grad/hiden/kernel")
-    with pytest.raises(SelectionError, match=r"(?s)'grad/hiden/kernel'.*'grad/hidden/kernel'"):
+    with pytest.raises(
+        SelectionError,
+        match=r"(?s)'grad/hiden/kernel'.*'grad/hidden/kernel'.* trainer.tensors\(example\)\.$",
+    ):
         trainer.fit(elements(1), steps=1)
     assert trainer.step == 0
+
+
+def test_where_all_names_are_listed():
+    observed = tr.observe(lambda x: x + 1, "grad/w")
+    with pytest.raises(SelectionError, match=r"All names: tensors\(\*args\) of the observed func"):
+        observed(1.0)
+    with pytest.raises(SelectionError, match="All names: names of the catalogue"):
+        observed.tensors(1.0)["grad/w"]
+    with pytest.raises(
+        SelectionError, match=r"All names: program.records.names, after a call with"
+    ):
+        tr.compile(lambda x: x + 1, observe="grad/w")(1.0)
 
 
 def test_a_list_with_one_unknown_name_is_an_error_too():
@@ -325,6 +342,12 @@ def test_records_that_are_not_there_name_the_nearest(key):
     trainer.fit(elements(1), steps=1)
     with pytest.raises(SelectionError, match=r"(?s)There are no records of.*'grad/out/kernel'"):
         trainer.records[key]
+
+
+def test_records_of_no_taps():
+    records = tr.Trainer(loss_fn, OPTIMIZER, network()).records
+    with pytest.raises(SelectionError, match="of 'grad/w'. There are none at all. Only what obs"):
+        records["grad/w"]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

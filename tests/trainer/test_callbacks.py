@@ -113,11 +113,21 @@ def test_a_fit_by_steps_is_one_epoch():
 
 @pytest.mark.parametrize("every", [0, "step", True, 2.5])
 def test_what_validation_every_is(every):
-    with pytest.raises(OptionError, match="validation_every is 'epoch' or a number of steps"):
+    with pytest.raises(
+        OptionError, match="validation_every must be a whole number >= 1 .steps., or 'epoch'"
+    ):
         trainer_of().fit(ELEMENTS, validation_data=HELD_OUT, validation_every=every)
 
 
 # -- epochs -------------------------------------------------------------------------------------
+
+
+def test_validation_every_needs_data():
+    text = (
+        r"needs fit\(validation_data=...\)\. Received: validation_every=1 without validation_data"
+    )
+    with pytest.raises(OptionError, match=text):
+        trainer_of().fit(ELEMENTS, validation_every=1)
 
 
 def rows_of(data):
@@ -222,7 +232,7 @@ def test_what_early_stopping_watches():
         trainer_of().fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping()])
     with pytest.raises(OptionError, match="mode is 'auto', 'min' or 'max'"):
         tr.callbacks.EarlyStopping(mode="best")
-    with pytest.raises(OptionError, match="patience is a number of at least 0"):
+    with pytest.raises(OptionError, match="patience must be a whole number >= 0"):
         tr.callbacks.EarlyStopping(patience=-1)
 
 

@@ -397,6 +397,43 @@ def test_the_best_stays(tmp_path):
     assert trainer.evaluate(HELD_OUT)["loss"] == history["val_loss"].min()
 
 
+def test_the_best_of_a_value_that_there_is_not(tmp_path):
+    """At once if the fit does not validate, else as soon as the values are known."""
+    best = tr.Checkpoint(tmp_path / "kept", best="val_loss")
+    text = r"no value 'val_loss' to watch: .* Received: .*best='val_loss'\) without validation_data"
+    with pytest.raises(OptionError, match=text):
+        trainer_of().fit(shuffled(), epochs=1, checkpoint=best)
+    assert not (tmp_path / "kept").exists()
+    for name, data in (("worstt", None), ("val_worstt", HELD_OUT)):
+        best = tr.Checkpoint(tmp_path / name, best=name)
+        with pytest.raises(OptionError, match=f"There is no value '{name}' to watch. Logged are: "):
+            trainer_of().fit(shuffled(), epochs=1, checkpoint=best, validation_data=data)
+
+
+def test_a_checkpoint_directory_that_is_a_file(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "inside"):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint= is a directory, and '.*file' is a f"
+        ):
+            trainer_of().fit(shuffled(), steps=1, checkpoint=path)
+    with pytest.raises(CheckpointError, match=r"save writes a directory, and '.*file' is a file"):
+        trainer_of().save(file / "inside")
+
+
+def test_restoring_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, text in ((tmp_path / "file", "is a file"), (tmp_path, "is a directory without a ch")):
+        with pytest.raises(CheckpointError, match=text):
+            trainer_of().restore(path)
+    trainer = trainer_of(run_dir=tmp_path / "run")
+    trainer.fit(shuffled(), steps=1, checkpoint=tmp_path / "kept")
+    text = r"run' is a run directory: records, not .* This run's checkpoints are in '.*kept'\.$"
+    with pytest.raises(CheckpointError, match=text):
+        trainer.restore(tmp_path / "run")
+
+
 def test_seconds(tmp_path, monkeypatch):
     from tailrace.trainer.checkpoints import writer
 
@@ -409,10 +446,13 @@ def test_seconds(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"every": 0}, "every is a number of steps, or of seconds as '60s'. Received: 0"),
-        ({"every": "60"}, "Received: '60'"),
-        ({"every": True}, "Received: True"),
-        ({"keep": 0}, "keep is a number of at least 1"),
+        ({"every": 0}, "every must be a whole number >= 1 .steps., or a text such as '60s', which"),
+        ({"every": "60"}, "Received: every='60'"),
+        ({"every": "0s"}, "which is more than 0 seconds. Received: every='0s'"),
+        ({"every": True}, "Received: every=True"),
+        ({"every": 2.5}, "Received: every=2.5"),
+        ({"keep": 0}, "keep must be a whole number >= 1"),
+        ({"keep": 1.5}, "keep must be a whole number >= 1. Received: keep=1.5"),
         ({"best": ""}, "monitor is the name of a logged value"),
     ],
 )

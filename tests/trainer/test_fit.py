@@ -92,6 +92,26 @@ def test_a_dataset_that_is_too_short(known):
     assert not infeed_threads()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_an_epoch_of_less_than_a_step(known):
+    """It speaks of epochs; a dataset of unknown length made the fit go on for ever."""
+    data = ELEMENTS[:4] if known else (lambda: iter(ELEMENTS[:4]))
+    trainer = trainer_of(accumulation=5)
+    text = r"5 x 1 = 5, and an epoch has at least one step. This dataset has 4. Lower accumulation"
+    with pytest.raises(DataExhausted, match=text):
+        trainer.fit(data, epochs=1)
+    assert trainer.step == 0
+
+
+def test_a_dataset_that_is_shorter_than_its_length():
+    class Longer(list):
+        def __len__(self):
+            return 8
+
+    with pytest.raises(DataExhausted, match=r"announced 8 steps of 1 elements. It ended after 5"):
+        trainer_of().fit(Longer(ELEMENTS[:5]), epochs=1)
+
+
 def test_an_endless_dataset_needs_steps():
     trainer = trainer_of()
     endless = tr.batches((np.zeros((8, 3), np.float32), np.zeros(8, np.float32)), 4, repeat=True)
@@ -302,8 +322,8 @@ def test_executions_are_counted():
     ("duration", "text"),
     [
         ({"steps": 2, "epochs": 2}, "steps= or epochs=, not both. Received: steps=2, epochs=2"),
-        ({"steps": -1}, "steps is a number of at least 0. Received: steps=-1"),
-        ({"steps": 2.5}, "Received: steps=2.5"),
+        ({"steps": -1}, "steps must be a whole number >= 0. Received: steps=-1"),
+        ({"steps": 2.5}, "steps must be a whole number >= 0. Received: steps=2.5"),
         ({"steps": True}, "Received: steps=True"),
         ({"epochs": "3"}, "Received: epochs='3'"),
     ],
@@ -325,16 +345,53 @@ def test_bad_durations(duration, text):
             ProgramError,
             r"Parameters are floats.*'a/0' of int32\[3\]. Keep integers in model_state",
         ),
-        ((mlp_loss, optax.sgd(0.1), 1.0), {"steps_per_execution": 0}, OptionError, "at least 1"),
-        ((mlp_loss, optax.sgd(0.1), 1.0), {"steps_per_execution": "all"}, OptionError, "'auto' or"),
-        ((mlp_loss, optax.sgd(0.1), 1.0), {"accumulation": 0}, OptionError, "microbatches=0"),
-        ((mlp_loss, optax.sgd(0.1), 1.0), {"accumulation": 2.0}, OptionError, "microbatches=2.0"),
+        ((mlp_loss, optax.sgd(0.1), 1.0), {"steps_per_execution": 0}, OptionError, ">= 1, or"),
+        ((mlp_loss, optax.sgd(0.1), 1.0), {"steps_per_execution": "all"}, OptionError, "or 'auto'"),
+        ((mlp_loss, optax.sgd(0.1), 1.0), {"accumulation": 0}, OptionError, "accumulation=0"),
+        ((mlp_loss, optax.sgd(0.1), 1.0), {"accumulation": 2.0}, OptionError, "accumulation=2.0"),
         ((mlp_loss, optax.sgd(0.1), 1.0), {"replicas": 9}, ProgramError, "take 9 x 1 = 9 devices"),
     ],
 )
 def test_what_a_trainer_refuses(arguments, options, error, text):
     with pytest.raises(error, match=text):
         tr.Trainer(*arguments, **options)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", None, True])
+def test_a_seed_is_a_whole_number(seed):
+    text = rf"^seed must be a whole number. Received: seed={seed!r}\.$"
+    with pytest.raises(OptionError, match=text):
+        trainer_of(seed=seed)
+    with pytest.raises(OptionError, match=text):
+        tr.compile(lambda x: x, seed=seed)
+    with pytest.raises(OptionError, match=text):
+        tr.observe(lambda x: x, [], seed=seed)
+
+
+def test_seeds_of_numpy():
+    assert type(trainer_of(seed=np.int64(3)).seed) is int
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda t: trainer_of(learning_rate=3),
+            "tr.Trainer.. got .* 'learning_rate'. It belongs to",
+        ),
+        (lambda t: trainer_of(epochs=3), "'epochs'. It is an argument of trainer.fit"),
+        (lambda t: trainer_of(on_nonfinit="stop"), "Is 'on_nonfinite' meant"),
+        (lambda t: trainer_of(zzz=1), "'zzz'. There are: loss_fn, optimizer, params, steps_per"),
+        (
+            lambda t: t.fit(ELEMENTS, run_dir="x"),
+            "trainer.fit.. got .* is an argument of tr.Trainer",
+        ),
+        (lambda t: t.fit(ELEMENTS, epoch=2), "Is 'epochs' meant"),
+    ],
+)
+def test_unknown_keywords_say_what_may_be_meant(call, text):
+    with pytest.raises(TypeError, match=text):
+        call(trainer_of())
 
 
 @pytest.mark.parametrize(
@@ -406,7 +463,7 @@ def test_a_dataset_that_is_none():
         trainer_of().fit(None)
     with pytest.raises(DataExhausted, match="at least one element"):
         trainer_of().fit([])
-    with pytest.raises(DataExhausted, match=r"1 x 3 x 2 = 6, .*This one has 5"):
+    with pytest.raises(DataExhausted, match=r"3 x 2 = 6, .*This dataset has 5"):
         trainer_of(accumulation=3, replicas=2).fit(ELEMENTS[:5], epochs=1)
 
 

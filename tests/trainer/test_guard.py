@@ -113,6 +113,28 @@ def test_bad_data_are_called_so():
         trainer.fit(tr.batches(examples(np.inf), 8))
 
 
+@pytest.mark.parametrize(("microbatches", "replicas"), [(1, 1), (2, 2)])
+def test_a_bad_row_is_named_as_the_dataset_numbers_it(microbatches, replicas):
+    """In another order in each epoch, and without rows that were left out before."""
+    options = {"accumulation": microbatches, "replicas": replicas}
+    trainer = trainer_of(observe=[tr.stop_on_nonfinite("input/*")], **options)
+    data = tr.batches(examples(), 8, shuffle=True, seed=3, repeat=True).without([5, 7])
+    trainer.fit(data, steps=11)
+    data.leaves[0][BAD_ROW, 2] = np.nan
+    text = (
+        rf"\(row {BAD_ROW} of the dataset\).* leave that row out: dataset.without\(\[{BAD_ROW}\]\)"
+    )
+    with pytest.raises(NonFiniteError, match=text) as caught:
+        trainer.fit(data, steps=100)
+    assert caught.value.culprit.dataset_row == BAD_ROW
+
+
+def test_datasets_that_number_no_rows():
+    trainer = trainer_of(observe=[tr.stop_on_nonfinite("input/*")])
+    with pytest.raises(NonFiniteError, match=r"row 5 of the element\. .* leave that row out\.$"):
+        trainer.fit(list(tr.batches(examples(np.nan), 8)))
+
+
 def test_a_guard_changes_nothing_while_all_is_well():
     guarded, plain = trainer_of(), trainer_of(observe=[])
     for trainer in (guarded, plain):

@@ -93,7 +93,7 @@ def test_a_guard_that_stops_wins():
 def test_what_cannot_be():
     with pytest.raises(OptionError, match="on_nonfinite is 'stop' or 'skip'"):
         trainer_of(on_nonfinite="ignore")
-    with pytest.raises(OptionError, match="limit is a number of steps"):
+    with pytest.raises(OptionError, match="limit must be a whole number >= 0 .steps."):
         tr.stop_on_nonfinite(limit=-1)
 
 

@@ -40,20 +40,23 @@ def test_fast_steps_make_long_executions():
     assert lengths[:TRIALS] == [1, TRIAL, TRIAL]
     assert pace.chosen == int(TARGET_S / 1e-4)
     assert sum(lengths) == 1_000_000
-    assert re.search(r"takes 100 microseconds .* 0.00 MB \(limit: time\)", pace.reason)
+    assert re.search(
+        r"takes 100 microseconds .* 0.00 MB \(limit: the target time, 0.25 s\)", pace.reason
+    )
 
 
 def test_an_executable_has_room_for_so_many_steps():
     pace = Pace(None, bytes_per_step=100)
     run(pace, 1_000_000, FAST)
     assert pace.chosen == pace.most == LONGEST
+    assert pace.reason.endswith("(limit: the longest execution, 4,096 steps)")
 
 
 def test_bytes_set_the_other_limit():
     pace = Pace(None, bytes_per_step=1000, most_bytes=64_000)
     lengths = run(pace, 100_000, FAST)
     assert max(lengths) <= 64
-    assert pace.reason.endswith("(limit: memory)")
+    assert pace.reason.endswith("(limit: memory of elements, 64.0 kB)")
 
 
 @pytest.mark.parametrize("per_step", [0.01, 0.05, 0.1])
@@ -64,6 +67,7 @@ def test_what_an_execution_costs_besides_its_steps_makes_it_longer(per_step):
     assert lengths[0] == 1
     assert pace.chosen >= 0.8 * LONGEST_S / (per_step + 0.3 / TRIAL)
     assert pace.chosen * per_step <= LONGEST_S
+    assert pace.reason.endswith("(limit: the longest execution, 2 s)")
     # A resumed fit goes on with the same lengths.
     first, second = Pace(None, bytes_per_step=100), Pace(None, bytes_per_step=100)
     before = run(first, 3, per_step, each=0.3)
@@ -106,6 +110,14 @@ def test_trials_go_on_in_the_next_fit():
 def test_something_else_may_limit_the_steps():
     pace = Pace(None, bytes_per_step=100, most_steps=40)
     assert max(run(pace, 10_000, FAST)) <= 40
+    assert pace.reason.endswith("(limit: memory of records)")
+
+
+def test_the_overhead_of_an_execution_is_named():
+    pace = Pace(None, bytes_per_step=100)
+    run(pace, 10_000, 0.01, each=0.1)
+    assert pace.reason.endswith("(limit: the overhead of an execution, 10 x 100.0 ms)")
+    assert pace.chosen > TARGET_S / 0.01
 
 
 def test_a_dataset_of_unknown_length():
@@ -118,7 +130,9 @@ def test_a_dataset_of_unknown_length():
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, "many", None])
 def test_bad_values(value):
-    with pytest.raises(OptionError, match=rf"at least 1. Received: {value!r}"):
+    with pytest.raises(
+        OptionError, match=rf">= 1, or 'auto'. Received: steps_per_execution={value!r}"
+    ):
         parse_steps(value)
 
 

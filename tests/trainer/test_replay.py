@@ -207,7 +207,7 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         trainer.replay(-1, data(), checkpoint=folder)
     with pytest.raises(CheckpointError, match="nothing' does not exist. Give the directory"):
         trainer.replay(3, data(), checkpoint=tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="' holds none. Give the directory"):
+    with pytest.raises(CheckpointError, match="' contains none. Give the directory"):
         trainer.replay(3, data(), checkpoint=tmp_path)
     for call in (trainer.replay, trainer.explain_step):
         with pytest.raises(CheckpointError, match=r"ended with step 11\. Received: step=12"):
@@ -233,4 +233,4 @@ def test_it_is_said_what_has_changed_since(plain, monkeypatch):
     found = trainer.replay(7, other, checkpoint=folder)
     (changed,) = found.changed
     assert changed.startswith("XLA_FLAGS: ")
-    assert f"not as it was: {changed}" in str(found)
+    assert f"changed since: {changed}" in str(found)

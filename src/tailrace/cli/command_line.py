@@ -18,7 +18,10 @@ from tailrace.cli.parsers import Subparsers
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
-from tailrace.errors import OptionError, TailraceError
+from tailrace.errors import DataError, OptionError, TailraceError
+
+EPOCHS, ELEMENTS = 5, 1000
+"""Measurements of `benchmark-data` and the elements of each, where the dataset has enough."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +68,10 @@ def benchmark_data(subparsers: Subparsers) -> None:
         help="where the dataset is: a dataset, or a function without arguments that returns one",
     )
     parser.add_argument(
-        "--epochs", type=int, default=5, help="how many measurements (default: %(default)s)"
+        "--epochs", type=int, help=f"how many measurements (default: {EPOCHS}, or fewer)"
     )
     parser.add_argument(
-        "--elements", type=int, default=1000, help="elements in each (default: %(default)s)"
+        "--elements", type=int, help=f"elements in each (default: {ELEMENTS}, or fewer)"
     )
     parser.add_argument(
         "--step-time",
@@ -92,7 +95,7 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
     dataset = as_dataset(load(arguments.target))
     if isinstance(dataset, FromFunction):
         dataset = call(dataset.make, arguments.target)
-    measured = dataset_benchmark(dataset, arguments.epochs, arguments.elements)
+    measured = dataset_benchmark(dataset, *_amounts(arguments, dataset.length))
     if arguments.json:
         print(measured)
     else:
@@ -108,6 +111,17 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _amounts(arguments: argparse.Namespace, length: int | None) -> tuple[int, int]:
+    """Epochs and elements of each: as given, or else no more than a dataset of known length has."""
+    epochs, elements = arguments.epochs, arguments.elements
+    available = EPOCHS * ELEMENTS if length is None else length
+    if epochs is None:
+        epochs = max(1, min(EPOCHS, available // max(1, elements or 1)))
+    if elements is None:
+        elements = max(1, min(ELEMENTS, available // max(1, epochs)))
+    return epochs, elements
+
+
 def tensors(subparsers: Subparsers) -> None:
     """`tailrace tensors`: the catalogue of a training step."""
     parser = subparsers.add_parser(
@@ -120,7 +134,7 @@ def tensors(subparsers: Subparsers) -> None:
         "target",
         metavar="MODULE:ATTRIBUTE",
         help="a tr.Trainer that has been trained, or a function without arguments that returns "
-        "(trainer, example), where example is one element of its dataset",
+        "(trainer, dataset), as for replay, or (trainer, example), where example is one element",
     )
     add_select(parser, "*")
     parser.add_argument("--json", action="store_true", help="print the catalogue as JSON")
@@ -128,6 +142,8 @@ def tensors(subparsers: Subparsers) -> None:
 
 
 def _run_tensors(arguments: argparse.Namespace) -> int:
+    from tailrace.taps.catalogue import names_listed_by
+
     found: Any = load(arguments.target, "a trainer", "mypackage.train:make")
     if not hasattr(found, "tensors") and callable(found):
         found = call(found, arguments.target)
@@ -136,11 +152,25 @@ def _run_tensors(arguments: argparse.Namespace) -> int:
     if not hasattr(trainer, "tensors"):
         raise OptionError(
             f"{arguments.target} must be a tr.Trainer, or a function that returns (trainer, "
-            f"example). Received: {type(trainer).__name__}."
+            f"dataset) or (trainer, example). Received: {type(trainer).__name__}."
         )
-    chosen = trainer.tensors(example).select(selected(arguments))
+    example = () if example is None else (_element_of(example, arguments.target),)
+    listed = trainer.tensors(*example)
+    with names_listed_by("tailrace tensors without --select"):
+        chosen = listed.select(selected(arguments))
     print(chosen.to_json() if arguments.json else chosen)
     return 0
+
+
+def _element_of(given: Any, target: str) -> Any:
+    """The first element of a dataset, or `given` if it is an element already."""
+    from tailrace.data.adapters import as_dataset
+
+    try:
+        dataset = as_dataset(given)
+    except DataError:  # arrays, tuples and dicts are elements
+        return given
+    return call(lambda: next(dataset.iterate(), None), target)
 
 
 def plan(subparsers: Subparsers) -> None:

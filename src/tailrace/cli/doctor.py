@@ -71,7 +71,7 @@ class Diagnosis:
         for title, seams in self.seams.items():
             lines.append(f"seams to {title}")
             for name, (used_for, holds) in seams.items():
-                lines.append(f"  {'as known' if holds else 'CHANGED '}  {name} ({used_for})")
+                lines.append(f"  {'ok' if holds else 'CHANGED':<7}  {name} ({used_for})")
         lines += [
             "what will not work",
             *(f"  {text}" for text in self.problems or ["nothing found"]),

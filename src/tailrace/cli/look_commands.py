@@ -75,7 +75,7 @@ def compare(subparsers: Subparsers) -> None:
         "compare",
         help="show two runs, or two profiles, side by side, largest difference first",
         description="Show what two runs took and reached, by scope where trainer.profile was called, "
-        "and what was set otherwise; largest difference first.",
+        "and the settings that differ; largest difference first.",
     )
     for name, what in (
         ("first", "a run directory, or a file of Profile.save"),

@@ -96,11 +96,11 @@ def _run_tensorboard(arguments: argparse.Namespace) -> int:
 
 
 def diff(subparsers: Subparsers) -> None:
-    """`tailrace diff RUN RUN`: where two runs part."""
+    """`tailrace diff RUN RUN`: where two runs differ first."""
     parser = subparsers.add_parser(
         "diff",
-        help="say where two runs part for the first time",
-        description="Compare two runs where both have records. The exit code is 1 if they part.",
+        help="find the first difference between two runs",
+        description="Compare two runs where both have records. The exit code is 1 if they differ.",
     )
     add_two_runs(parser)
     for name, what in (("--rtol", "of the largest value of a tensor"), ("--atol", "in itself")):

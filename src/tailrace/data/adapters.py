@@ -140,6 +140,22 @@ def as_dataset(obj: Any) -> Dataset:
     _refuse(obj)
 
 
+def rows_read(dataset: Any, epoch: int, first: int, count: int) -> Any:
+    """The numbers of the rows in `count` elements of a dataset, [count, batch size].
+
+    Args:
+        dataset: what was read.
+        epoch: the epoch in which reading began.
+        first: the number of the first element, counted from there.
+        count: the number of elements.
+
+    Returns:
+        None if the dataset does not number its rows: only `tr.batches` does.
+    """
+    source = as_dataset(dataset).fast
+    return None if source is None else source.rows(first, count, epoch)
+
+
 def _refuse(obj: Any) -> NoReturn:
     shown = repr(obj)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

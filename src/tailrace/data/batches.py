@@ -42,7 +42,8 @@ class Batches(BatchRecipe):
         Args:
             rows: indices of rows of the arrays, such as `explain_step` reports.
 
-        >>> list(batches(np.arange(5), 2).without([1]))
+        >>> import numpy as np, tailrace as tr
+        >>> list(tr.batches(np.arange(5), 2).without([1]))
         [array([0, 2]), array([3, 4])]
         """
         more = np.atleast_1d(np.asarray(rows)).tolist()
@@ -59,7 +60,8 @@ class Batches(BatchRecipe):
         Returns:
             Row indices, [count, batch_size].
 
-        >>> batches(np.arange(6), 2).rows(1, 2).tolist()
+        >>> import numpy as np, tailrace as tr
+        >>> tr.batches(np.arange(6), 2).rows(1, 2).tolist()
         [[2, 3], [4, 5]]
         """
         iterator = self.iterate(epoch)
@@ -126,7 +128,9 @@ def batches(
     Raises:
         DataError: the arrays have different lengths, or there is nothing to cut batches from.
 
-    >>> data = batches({"x": np.arange(5), "y": np.arange(5) * 2}, batch_size=2)
+    >>> import numpy as np
+    >>> import tailrace as tr
+    >>> data = tr.batches({"x": np.arange(5), "y": np.arange(5) * 2}, batch_size=2)
     >>> len(data), next(iter(data))
     (2, {'x': array([0, 1]), 'y': array([0, 2])})
     >>> stacked, count = iter(data).read(10)

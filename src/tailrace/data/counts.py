@@ -4,14 +4,51 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.errors import DataError, TailraceError
+from tailrace.errors import DataError, OptionError, TailraceError
 
 
-def check_count(name: str, value: Any, *, at_least: int) -> None:
-    """Raise a DataError unless `value` is a whole number, Python's or numpy's, >= `at_least`."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < at_least:
-        raise DataError(f"{name} must be a whole number >= {at_least}. Received: {name}={value!r}.")
+def is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number, Python's or numpy's, and no truth value.
+
+    >>> is_whole(np.int64(3)), is_whole(True), is_whole(3.0)
+    (True, False, False)
+    """
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def check_count(
+    name: str,
+    value: Any,
+    *,
+    at_least: int | None = None,
+    error: type[TailraceError] = DataError,
+    more: str = "",
+) -> int:
+    """A whole number, Python's or numpy's, within the limit; or an error that names it.
+
+    Args:
+        name: the name of the argument.
+        value: its value.
+        at_least: the smallest allowed value; None for no limit.
+        error: the error class to raise.
+        more: another allowed value, or what to change; it ends the sentence of the rule.
+
+    >>> check_count("epochs", np.int64(2), at_least=1)
+    2
+    """
+    if is_whole(value) and (at_least is None or value >= at_least):
+        return int(value)
+    limit = "" if at_least is None else f" >= {at_least}"
+    raise error(f"{name} must be a whole number{limit}{more}. Received: {name}={value!r}.")
+
+
+def check_seed(seed: Any) -> int:
+    """The seed of random keys: a whole number, Python's or numpy's.
+
+    >>> check_seed(np.uint32(7))
+    7
+    """
+    return check_count("seed", seed, error=OptionError)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -39,7 +39,8 @@ def digits(
     Returns:
         Images with the shape [n, 28, 28], and labels (int32, 0 to 9) with the shape [n].
 
-    >>> images, labels = digits("train")
+    >>> import tailrace as tr
+    >>> images, labels = tr.data.digits("train")
     >>> images.shape, images.dtype, labels.shape, labels.dtype
     ((4000, 28, 28), dtype('uint8'), (4000,), dtype('int32'))
     """

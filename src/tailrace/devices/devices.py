@@ -42,7 +42,8 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     Raises:
         DeviceError: there are not that many devices, or JAX has started already.
 
-    >>> len(configure(devices=1))
+    >>> import tailrace as tr
+    >>> len(tr.configure(devices=1))
     1
     """
     global _chosen
@@ -181,7 +182,7 @@ def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
         return count // per_copy
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ReplicaError(
-            f"replicas counts the copies of the model and is at least 1. "
+            f"replicas counts the copies of the model: a whole number of at least 1. "
             f"Received: replicas={replicas!r}. Use None for as many as the devices allow."
         )
     return replicas

@@ -39,7 +39,7 @@ def surroundings() -> dict[str, str]:
 
 
 def changed_since(then: Mapping[str, Any] | None) -> list[str]:
-    """What is not as it was, in words.
+    """What has changed since, in words.
 
     >>> changed_since(surroundings()), changed_since(None)
     ([], [])

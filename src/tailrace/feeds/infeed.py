@@ -53,7 +53,8 @@ class InfeedQueue(Feed):
         OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
         DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
 
-    >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
+    >>> import tailrace as tr
+    >>> infeed = tr.InfeedQueue([1.0, 2.0, 3.0])
     >>> infeed.spec().leaves[0].dtype
     dtype('float32')
     """

@@ -29,7 +29,8 @@ from tailrace.messages import note_once
 class OutfeedMode(enum.StrEnum):
     """Which elements an outfeed keeps: all until they are dequeued, or the last of an execution.
 
-    >>> OutfeedQueue(mode=OutfeedMode.LAST).mode
+    >>> import tailrace as tr
+    >>> tr.OutfeedQueue(mode=tr.OutfeedMode.LAST).mode
     <OutfeedMode.LAST: 'last'>
     """
 
@@ -51,7 +52,7 @@ class OutfeedQueue:
         mode: "all" keeps every element, "last" only the last one of an execution.
         live: whether elements arrive while the program runs. A loop at the top of the program is
             then run in short dispatches; in inner loops, a callback sends each element.
-        most_bytes: the most bytes that may wait to be dequeued.
+        most_bytes: the most bytes that may wait to be dequeued; 4 GiB if not given.
         when_full: what happens beyond that: "raise" ends the program with an error and keeps the queue;
             "drop_oldest" drops the oldest executions, with one warning.
 

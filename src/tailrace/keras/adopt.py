@@ -68,7 +68,7 @@ def adopt(model: keras.Model, replicas: int = 1) -> Any:
         OptionError: it is not a Keras model.
 
     Example:
-        >>> import keras, numpy as np, tailrace.keras as tk
+        >>> import tailrace.keras as tk, keras, numpy as np
         >>> model = tk.adopt(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
         >>> model.compile("sgd", "mse", steps_per_execution=4)
         >>> x = np.ones((32, 3), "float32")
@@ -99,7 +99,7 @@ def of(model: keras.Model) -> Adopted:
         OptionError: the model was not adopted.
 
     Example:
-        >>> import keras, tailrace.keras as tk
+        >>> import tailrace.keras as tk, keras
         >>> class Library(keras.Model):
         ...     records = ("Blue", "Hejira")
         >>> model = tk.adopt(Library())

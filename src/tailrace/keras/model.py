@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
@@ -45,6 +46,7 @@ from tailrace.messages import note_once
 from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
+from tailrace.trainer.observation.monitoring import check_best
 
 ASSET = "tailrace.json"
 """The file with the model's settings, among the assets of a saved model."""
@@ -209,7 +211,10 @@ class Adopted(Setters, Assigning, LookingBack):
         if checkpoint is None:
             per_step = self.settings.microbatches * self.settings.replicas
             return backups_of(call, self.kept_fits, per_step)
-        kept = Keeping(as_checkpoint(checkpoint), self.kept_fits)
+        checkpoint = as_checkpoint(checkpoint)
+        validates = call["validation_data"] is not None or bool(call["validation_split"])
+        check_best(checkpoint.best, validates)
+        kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
             raise OptionError(
                 "checkpoint= and keras.callbacks.BackupAndRestore both take up a fit. Received: both. "
@@ -424,9 +429,6 @@ def trains_by_engine(model: keras.Model) -> bool:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(
-            f"steps_per_execution counts batches and is at least 1. "
-            f"Received: steps_per_execution={value!r}."
-        )
-    return value
+    return check_count(
+        "steps_per_execution", value, at_least=1, error=OptionError, more=" (batches)"
+    )

@@ -64,7 +64,8 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
         filters: a name is selected if it contains any of these strings. None selects all, and so does
             the single string "none"; an empty list selects nothing.
 
-    >>> MaybeOutfeedQueue(filters=["Dense_1"]).selects("Dense_1/out")
+    >>> import tailrace.keras as tk
+    >>> tk.MaybeOutfeedQueue(filters=["Dense_1"]).selects("Dense_1/out")
     True
     """
 
@@ -89,7 +90,10 @@ class Outfeed(keras.layers.Layer):
         outfeed_queue: a `tr.OutfeedQueue` for this layer only.
         **kwargs: as for any layer.
 
-    >>> layer = Outfeed(OutfeedQueue(), name="hidden")
+    >>> import tailrace.keras as tk
+    >>> import tailrace as tr
+    >>> import numpy as np
+    >>> layer = tk.Outfeed(tr.OutfeedQueue(), name="hidden")
     >>> layer(np.ones(2)).tolist()  # outside of a program nothing is sent
     [1.0, 1.0]
     """
@@ -123,7 +127,9 @@ class MaybeOutfeed(keras.layers.Layer):
         final_outfeed: whether this is the last of them, which sends the selected values.
         **kwargs: as for any layer.
 
-    >>> layer = MaybeOutfeed(MaybeOutfeedQueue(), name="hidden")
+    >>> import tailrace.keras as tk
+    >>> import numpy as np
+    >>> layer = tk.MaybeOutfeed(tk.MaybeOutfeedQueue(), name="hidden")
     >>> layer(np.ones(2)).tolist()  # outside of a program nothing is sent
     [1.0, 1.0]
     """
@@ -168,7 +174,8 @@ class OutfeedOptimizerMode(enum.StrEnum):
 
     `AFTER_COMPUTE`: those of each batch. `BEFORE_APPLY`: those that are applied, after accumulation.
 
-    >>> OutfeedOptimizerMode("before_apply")
+    >>> import tailrace.keras as tk
+    >>> tk.OutfeedOptimizerMode("before_apply")
     <OutfeedOptimizerMode.BEFORE_APPLY: 'before_apply'>
     """
 
@@ -190,9 +197,10 @@ class OutfeedOptimizer(Wrapper):
         name: the name of the wrapper.
         model: the trained model, which has the names of the variables.
 
+    >>> import tailrace.keras as tk, keras
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    >>> queue = MaybeOutfeedQueue(filters=["kernel"])
-    >>> OutfeedOptimizer(keras.optimizers.SGD(0.5), queue, model=model).mode
+    >>> queue = tk.MaybeOutfeedQueue(filters=["kernel"])
+    >>> tk.OutfeedOptimizer(keras.optimizers.SGD(0.5), queue, model=model).mode
     <OutfeedOptimizerMode.BEFORE_APPLY: 'before_apply'>
     """
 
@@ -326,7 +334,8 @@ class OutfeedCallback(keras.callbacks.Callback):
         outfeed_queue: a `MaybeOutfeedQueue`, or a `tr.OutfeedQueue` of an `Outfeed` layer.
         name: a heading.
 
-    >>> OutfeedCallback(MaybeOutfeedQueue(), name="Activations").on_epoch_end(0)
+    >>> import tailrace.keras as tk
+    >>> tk.OutfeedCallback(tk.MaybeOutfeedQueue(), name="Activations").on_epoch_end(0)
     <BLANKLINE>
     Activations
     No data enqueued

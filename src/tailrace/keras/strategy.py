@@ -22,7 +22,7 @@ class Strategy:
         replicas: the number of copies of a model that train in parallel. None: one per device.
 
     Example:
-        >>> import keras, tailrace.keras as tk
+        >>> import tailrace.keras as tk, keras
         >>> with tk.Strategy().scope():
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         >>> hasattr(model, "set_pipelining_options")
@@ -35,7 +35,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Always 1: replicas are averaged inside the program, not by the caller."""
+        """Always 1, because replicas are averaged inside the program, not by the caller."""
         return 1
 
     @contextlib.contextmanager

@@ -24,8 +24,9 @@ def stage_boundary(values: Tree) -> Any:
     Args:
         values: a tree of arrays, with at least one.
 
+    >>> import tailrace as tr
     >>> import jax.numpy as jnp
-    >>> float(stage_boundary(jnp.float32(2.0)))
+    >>> float(tr.stage_boundary(jnp.float32(2.0)))
     2.0
     """
     return boundary(values, NEXT)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.counts import check_seed
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds import dispatch_table
@@ -28,6 +29,7 @@ from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.tap_selection import look
 from tailrace.program.tracing.trace import Traced, top_loops, trace_program
 from tailrace.records.records import Records, take_records
+from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.frame import Emission
 from tailrace.taps.naming import Namer
 from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, Tap, check_bytes, parse_taps
@@ -55,8 +57,8 @@ def compile(
         seed: the seed of the keys of `tr.key()`.
         observe: taps (`tr.Tap`), or selections to compute statistics of; `program.records` has the
             records of the latest call. An iteration of an outermost loop counts as a step.
-        observe_bytes: the most bytes that the records of one loop may take; more is refused before it
-            runs.
+        observe_bytes: the most bytes that the records of one loop may take (1 GiB if not given); more
+            is refused before it runs.
 
     Raises:
         OptionError: an argument has a value it may not have.
@@ -81,7 +83,7 @@ def compile(
     return Program(
         function,
         replicas=resolve_replicas(replicas),
-        seed=seed,
+        seed=check_seed(seed),
         taps=taps,
         observe_bytes=observe_bytes,
     )
@@ -254,7 +256,8 @@ class _Version:
     def __init__(self, traced: Traced, placement: Placement, taps: Sequence[Tap]) -> None:
         self.traced, self._placement = traced, placement
         named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
-        self.sight = look(traced, taps, named)
+        with names_listed_by("program.records.names, after a call with observe='*'"):
+            self.sight = look(traced, taps, named)
         self.consts = placement.put(traced.consts)
         loops = top_loops(traced)
         self.has_loops = any(

@@ -25,7 +25,8 @@ def training() -> bool:
     True while the loss of a training step is traced; False in `evaluate`, `predict` and everywhere
     else. With it, a loss function with dropout needs no second version for evaluation.
 
-    >>> training()
+    >>> import tailrace as tr
+    >>> tr.training()
     False
     """
     return _training.get()

@@ -45,6 +45,7 @@ class Culprit:
         row: the first index along the leading dim where the result is bad; -1 for a scalar.
         made: the bad value: "NaN" or "Inf".
         backward: whether it belongs to the backward pass.
+        dataset_row: for bad data from `tr.batches`, the number of that row in its arrays; else -1.
     """
 
     operation: str
@@ -56,6 +57,7 @@ class Culprit:
     row: int
     made: str
     backward: bool
+    dataset_row: int = -1
 
     def __str__(self) -> str:
         where = f" in {self.scope!r}" if self.scope else ""
@@ -64,6 +66,7 @@ class Culprit:
         row = f", first in row {self.row}" if self.row >= 0 else ""
         if self.operation == INFEED:
             row = f", first in row {self.row} of the element" if self.row >= 0 else ""
+            row += f" (row {self.dataset_row} of the dataset)" if self.dataset_row >= 0 else ""
             return f"The element from the dataset itself holds the first {self.made}{row}"
         return (
             f"The operation {self.operation!r}{way}{where}{line} made the first {self.made}{row}; "

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.counts import check_seed
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
@@ -23,7 +24,7 @@ from tailrace.program.running.segments import cut
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import Traced, trace_program
 from tailrace.records.records import Records, take_records
-from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.naming import Namer
 from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
 
@@ -47,8 +48,8 @@ def observe(
         function: any JAX function, such as a training step.
         taps: taps (`tr.Tap`), or selections to compute statistics of. A call counts as one step.
         seed: the seed of the keys of `tr.key()`.
-        observe_bytes: the most bytes that the records of one call may take; more is refused before it
-            runs.
+        observe_bytes: the most bytes that the records of one call may take (1 GiB if not given); more
+            is refused before it runs.
         device: the JAX device to run on; None for the first one.
 
     Raises:
@@ -74,7 +75,7 @@ def observe(
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
             "apart. In a plain function, tap the tensors and look at their NaN counts."
         )
-    return Observed(function, taps, seed, observe_bytes, device)
+    return Observed(function, taps, check_seed(seed), observe_bytes, device)
 
 
 class Observed:
@@ -137,7 +138,8 @@ class Observed:
         key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
         if key not in self._versions:
             traced, entries = self._trace(args)
-            sight = look(traced, self.taps, entries)
+            with names_listed_by("tensors(*args) of the observed function"):
+                sight = look(traced, self.taps, entries)
             if sight.chosen:
                 count = max(one.microbatches for one in sight.chosen)
                 check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)

@@ -32,8 +32,9 @@ from tailrace.program.step.accumulation import Accumulation, Reduction
 def cross_replica(optimizer: Any) -> Any:
     """`optimizer`, given the mean of the gradients over all replicas.
 
+    >>> import tailrace as tr
     >>> import optax
-    >>> hasattr(cross_replica(optax.sgd(0.1)), "update")
+    >>> hasattr(tr.optimizers.cross_replica(optax.sgd(0.1)), "update")
     True
     """
     import optax

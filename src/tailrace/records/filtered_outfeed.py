@@ -26,7 +26,7 @@ class MaybeOutfeedQueue:
     and the like must be enqueued inside too, because they do not exist outside.
 
     >>> import jax.numpy as jnp, tailrace as tr
-    >>> queue = MaybeOutfeedQueue(filters=["Dense_1"])
+    >>> queue = tr.MaybeOutfeedQueue(filters=["Dense_1"])
     >>> def body(x):
     ...     x = queue.maybe_outfeed("Dense_1/out", x + 1)
     ...     x = queue.maybe_outfeed("Dense_2/out", x * 2)

@@ -92,6 +92,7 @@ def format_shares(histogram: Any, scale_exponent: int = 0) -> dict[str, np.ndarr
         For each format a structured array with the leading dims of `histogram`.
 
     >>> import numpy as np
+    >>> from tailrace.records.float_formats import format_shares
     >>> counts = np.zeros(258, int)
     >>> counts[127], counts[127 - 30] = 3, 1  # three values from 1 to 2, one of about 1e-9
     >>> float(format_shares(counts)["float16"]["underflow"])

@@ -49,7 +49,9 @@ class History:
     validations, `history["val_loss"]`, have one value per entry of `history.validated`.
 
     Example:
-        >>> history = History()
+        >>> import numpy as np
+        >>> import tailrace as tr
+        >>> history = tr.History()
         >>> history.add({"loss": np.float32([[[3.0]], [[2.0]]])})
         >>> history.loss.tolist(), history.last()
         ([3.0, 2.0], {'loss': 2.0})

@@ -105,8 +105,9 @@ class Records(Mapping[Any, Record]):
         name = key[0] if isinstance(key, tuple) else key
         names = list(dict.fromkeys(name for name, _ in held))
         near = difflib.get_close_matches(name, names, n=5, cutoff=0.3) or names[:5]
+        others = f"The nearest are: {near}" if near else "There are none at all"
         raise SelectionError(
-            f"There are no records of {key!r}. The nearest are: {near}. Only what observe= "
+            f"There are no records of {key!r}. {others}. Only what observe= "
             f"selects is recorded, and with mode=tr.every(n) first in step n-1."
         )
 

@@ -211,17 +211,17 @@ class Run:
 
     @property
     def interventions(self) -> list[dict[str, Any]]:
-        """Where the user changed its course: `kind` ("rewind"), `step`, `reason`."""
+        """Where the user changed its course, with `kind` ("rewind"), `step` and `reason` of each."""
         return read_interventions(self.directory)
 
     @property
     def nonfinite_reports(self) -> list[dict[str, Any]]:
-        """The reports of `tr.stop_on_nonfinite` that stopped the run: `step`, `text`, `culprit`."""
+        """The reports of `tr.stop_on_nonfinite` that stopped the run (`step`, `text`, `culprit`)."""
         return read_reports(self.directory)
 
     @property
     def compilations(self) -> list[dict[str, Any]]:
-        """The compilations: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
+        """The compilations, with `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
         return read_compilations(self.directory)
 
     def histogram(self, select: Select = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,9 @@ class Entry:
         """Bytes of one value."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
+
+LISTED = " All names: "
+"""What begins the last sentence of a refused selection."""
 
 MOST_SHOWN = 30
 """The number of tensors that `repr` of a catalogue shows."""
@@ -201,8 +205,18 @@ class Catalogue(Sequence[Entry]):
         names = ", ".join(map(repr, near)) if near else "(no tensors at all)"
         return (
             f"A selection must match at least one tensor. Received: {_described(select)}. The "
-            f"nearest names are: {names}. All names: trainer.tensors(example)."
+            f"nearest names are: {names}.{LISTED}names of the catalogue."
         )
+
+
+@contextlib.contextmanager
+def names_listed_by(where: str) -> Generator[None]:
+    """Say in a refused selection where its user finds all names."""
+    try:
+        yield
+    except SelectionError as error:
+        text, _, _ = str(error).partition(LISTED)
+        raise SelectionError(f"{text}{LISTED}{where}.") from None
 
 
 def check_selection(select: Select) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
@@ -49,8 +50,8 @@ class Every:
     n: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise OptionError(f"tr.every(n) needs n >= 1. Received: n={self.n!r}.")
+        n = check_count("n", self.n, at_least=1, error=OptionError, more=" in tr.every(n)")
+        object.__setattr__(self, "n", n)
 
 
 def every(n: int) -> Every:
@@ -59,7 +60,8 @@ def every(n: int) -> Every:
     Raises:
         OptionError: `n` is less than 1.
 
-    >>> every(10)
+    >>> import tailrace as tr
+    >>> tr.every(10)
     Every(n=10)
     """
     return Every(n)
@@ -82,7 +84,8 @@ class Tap:
     Raises:
         OptionError: `mode` or `reduce` is not one that exists.
 
-    >>> Tap("grad/*", mode=every(10)).reduce
+    >>> import tailrace as tr
+    >>> tr.Tap("grad/*", mode=tr.every(10)).reduce
     <Reduce.STATS: 'stats'>
     """
 
@@ -161,8 +164,7 @@ class StopOnNonfinite:
             raise OptionError(
                 f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
             )
-        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0:
-            raise OptionError(f"limit is a number of steps. Received: limit={self.limit!r}.")
+        check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
 
     @property
     def skips(self) -> bool:
@@ -222,7 +224,8 @@ def stop_on_nonfinite(
     Raises:
         OptionError: an argument has a value it may not have.
 
-    >>> stop_on_nonfinite("grad/*").select
+    >>> import tailrace as tr
+    >>> tr.stop_on_nonfinite("grad/*").select
     'grad/*'
     """
     # A list, so that each of its parts must match something: a guard that guards nothing is a mistake.

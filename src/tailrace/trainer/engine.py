@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.feeds.feed import Feed, Staged
@@ -108,7 +109,7 @@ class Engine:
         accumulation, params = check_model(
             loss_fn, optimizer, params, model_state, self.pipeline, accumulation
         )
-        self.seed, self.step, self.optimizer = seed, 0, optimizer
+        self.seed, self.step, self.optimizer = check_seed(seed), 0, optimizer
         self.taps = parse_taps(observe)
         self.accumulation = Accumulation.of(accumulation)
         self.scalars = OutfeedQueue()
@@ -145,7 +146,7 @@ class Engine:
         self.form = self._state.form
         digests = StateDigests(self.form, keeping)
         self.digests = digests if fingerprint else None
-        self.sentinel = Sentinel(share, digests, seed) if sentinel is not None else None
+        self.sentinel = Sentinel(share, digests, self.seed) if sentinel is not None else None
         self._programs, self._collector = self._parts(placement)
 
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:

@@ -51,6 +51,7 @@ from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.showing.look import trainer_html, trainer_text
+from tailrace.trainer.suggestions import suggesting
 
 
 class Trainer(Measuring, LookingBack):
@@ -84,7 +85,8 @@ class Trainer(Measuring, LookingBack):
         seed: the seed of the keys of `tr.key()`.
         observe: taps (`tr.Tap`), or selections to compute statistics of. Their records are in
             `trainer.records`.
-        observe_bytes: the most bytes that the records of one execution may take on the device.
+        observe_bytes: the most bytes that the records of one execution may take on the device; 1 GiB if
+            not given.
         eval_fn: a function for `evaluate` and validation instead of the loss function, called like it.
             It returns a scalar, a dict of scalars, or the result of a loss function.
         loss_scale: the factor of the loss, so that small gradients survive float16: a number,
@@ -123,6 +125,7 @@ class Trainer(Measuring, LookingBack):
         (3.0, 100)
     """
 
+    @suggesting("tr.Trainer")
     def __init__(
         self,
         loss_fn: Callable[..., Any],
@@ -174,7 +177,9 @@ class Trainer(Measuring, LookingBack):
         self._fits = Fits(
             self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
         )
-        self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
+        self._evaluator = Evaluator(
+            self.engine.step_function, self.engine.placement, self.engine.seed
+        )
         eval_fn = check_eval_fn(eval_fn)
         self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)
 
@@ -263,7 +268,7 @@ class Trainer(Measuring, LookingBack):
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """Messages about decisions: on memory, and on the length of executions."""
+        """What was decided about memory and about the length of executions, one sentence each."""
         return (*self.engine.memory.decisions, *self._fits.length_reasons)
 
     @property
@@ -296,6 +301,7 @@ class Trainer(Measuring, LookingBack):
 
     # -- training -------------------------------------------------------------------------------
 
+    @suggesting("trainer.fit")
     def fit(
         self,
         dataset: Any,
@@ -356,14 +362,15 @@ class Trainer(Measuring, LookingBack):
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
+        validation = Validation(validation_data, validation_every, self.evaluate)
         call = FitCall(
             dataset,
             duration,
             agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
-            Validation(validation_data, validation_every, self.evaluate),
+            validation,
             check_callbacks(callbacks),
             progress if distributed.writes() else False,
-            self._fits.saving(checkpoint, duration),
+            self._fits.saving(checkpoint, duration, validation),
             timeout_s,
             Progress(engine.step, self._fits.epochs),
         )

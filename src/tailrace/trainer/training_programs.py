@@ -27,7 +27,7 @@ from tailrace.program.step.training_step import Step
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
 from tailrace.taps.activation_listing import listing_activations
-from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.tap import Tap
 from tailrace.trainer.sentinel import WATCHED, Sentinel
 
@@ -137,7 +137,8 @@ class TrainingPrograms:
             runner = self._step.runner(self._form, feed, self.placement, self.each, first)
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # a pipeline's is known once its stages are
-        self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
+        with names_listed_by("trainer.tensors(example)"):
+            self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
         self._sight_of[runner.infeeds[0]] = self._sights[spec]
         runner.wanted = self._sights[spec].wanted
         if WATCHED in self._step.taps and self._sentinel is not None:

@@ -113,6 +113,7 @@ class Names:
                 f"into the loss in a differentiable way, of a training model."
             )
         near = difflib.get_close_matches(name, self.meanings, n=5, cutoff=0.3)
+        near = near or list(self.meanings)[:5]
         raise SelectionError(
             f"{start} The nearest are: {near}. All: model.getTensorNames(), after compiling without "
             f"this anchor."

@@ -59,7 +59,7 @@ def initialize(
         coordinator_address: `host:port` of process 0, reachable from all.
         num_processes: the number of processes.
         process_id: the index of this process, from 0.
-        timeout_s: how long to wait for the others, here and before each execution.
+        timeout_s: how long to wait for the others, here and before each execution; 300 s if not given.
         heartbeat_s: if a process is silent for this long (or for `timeout_s`, if that is shorter), the
             others name it and exit, even while they wait for it on the device.
         kwargs: passed to `jax.distributed.initialize`.
@@ -71,7 +71,8 @@ def initialize(
         DistributedError: an argument is missing or wrong, or a process did not come in time.
         DeviceError: JAX was used before.
 
-    >>> initialize()
+    >>> import tailrace as tr
+    >>> tr.distributed.initialize()
     1
     """
     if jax.distributed.is_initialized():
@@ -172,13 +173,15 @@ def share(dataset: Any, replicas: int) -> Any:
     Raises:
         DistributedError: replicas cannot be divided between the processes.
 
-    >>> share([1, 2, 3, 4], replicas=2)
+    >>> import tailrace as tr
+    >>> tr.distributed.share([1, 2, 3, 4], replicas=2)
     [1, 2, 3, 4]
     """
     count = jax.process_count()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise DistributedError(
-            f"replicas counts the replicas over all processes. Received: replicas={replicas!r}."
+            f"replicas counts the replicas over all processes: a whole number of at least 1. "
+            f"Received: replicas={replicas!r}."
         )
     if count == 1:
         return dataset

@@ -58,8 +58,10 @@ def dataset_benchmark(
         DataTimeout: an element did not come within timeout_s.
         DataError: another rule is broken; the text says which.
 
+    >>> import json
     >>> import numpy as np
-    >>> text = dataset_benchmark([np.zeros(4)] * 20, epochs=2, elements_per_epoch=10)
+    >>> import tailrace as tr
+    >>> text = tr.dataset_benchmark([np.zeros(4)] * 20, epochs=2, elements_per_epoch=10)
     >>> [epoch["total_bytes_processed"] for epoch in json.loads(text)["epochs"]]
     [320, 320]
     """
@@ -108,9 +110,11 @@ def infeed_benchmark(
     Raises:
         DataError: the dataset ended before anything could be measured.
 
-    >>> import tailrace as tr
+    >>> import json
     >>> import numpy as np
-    >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)
+    >>> import tailrace as tr
+    >>> infeed = tr.InfeedQueue([np.zeros(4)] * 20)
+    >>> text = tr.infeed_benchmark(infeed, epochs=2, elements_per_epoch=10)
     >>> len(json.loads(text)["epochs"])
     2
     """

@@ -302,7 +302,7 @@ class Keeping:
     def improves(self, logs: Mapping[str, Any]) -> bool:
         """Whether the monitored value has improved."""
         monitor = self._monitor
-        return monitor is not None and monitor.name in logs and monitor.improves(logs)
+        return monitor is not None and monitor.is_due(logs) and monitor.improves(logs)
 
     def save(
         self,

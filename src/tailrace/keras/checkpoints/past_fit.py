@@ -113,7 +113,7 @@ class LookingBack:
 
         The fit runs again from the nearest checkpoint before the step, on the same batches, without
         validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
-        compared with what was recorded. The model is afterwards as before.
+        compared with what was recorded. The model is unchanged afterwards.
 
         Args:
             step: the number of the step: optimizer steps of this model, counted from 0 over all fits.

@@ -77,7 +77,8 @@ class DatasetIterator:
     Args:
         dataset: see `tr.InfeedQueue`.
 
-    >>> iterator = DatasetIterator([1.0, 2.0, 3.0])
+    >>> import tailrace.keras as tk
+    >>> iterator = tk.DatasetIterator([1.0, 2.0, 3.0])
     >>> iterator.infeed.spec().leaves[0].dtype
     dtype('float32')
     """
@@ -128,7 +129,7 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
     Raises:
         ProgramError: called outside of a device function.
 
-    >>> import keras, tailrace.keras as tk
+    >>> import tailrace.keras as tk, keras
     >>> total, iterator = keras.metrics.Sum(), tk.DatasetIterator([1.0, 2.0, 3.0])
     >>> def sum_up(total):
     ...     tk.repeat(3, lambda: total.update_state(next(iterator)))
@@ -172,7 +173,7 @@ def value_and_grad(
     Raises:
         ProgramError: called outside of a device function, or a variable is not known to it.
 
-    >>> import keras, tailrace.keras as tk
+    >>> import tailrace.keras as tk, keras
     >>> dense, total = keras.layers.Dense(1, use_bias=False), keras.metrics.Sum()
     >>> dense.build((1, 2))
     >>> def step(dense, total):

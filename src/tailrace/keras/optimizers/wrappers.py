@@ -27,7 +27,8 @@ class CrossReplicaOptimizer(Wrapper):
         opt: any Keras optimizer.
         name: the name of the wrapper.
 
-    >>> CrossReplicaOptimizer(keras.optimizers.SGD(0.5)).learning_rate.numpy().item()
+    >>> import tailrace.keras as tk, keras
+    >>> tk.CrossReplicaOptimizer(keras.optimizers.SGD(0.5)).learning_rate.numpy().item()
     0.5
     """
 
@@ -53,9 +54,10 @@ class GradientAccumulationOptimizer(Wrapper):
     Raises:
         OptionError: `num_mini_batches` is not a positive integer.
 
+    >>> import tailrace.keras as tk, keras
     >>> sgd = keras.optimizers.SGD(0.5)
-    >>> GradientAccumulationOptimizer(sgd, 1) is sgd, GradientAccumulationOptimizer(sgd, 4) is sgd
-    (True, False)
+    >>> [tk.GradientAccumulationOptimizer(sgd, count) is sgd for count in (1, 4)]
+    [True, False]
     """
 
     def __new__(
@@ -131,7 +133,8 @@ class MapGradientOptimizer(Wrapper):
     Raises:
         OptionError: `gradient_mapping_function` is not a function.
 
-    >>> decay = MapGradientOptimizer(keras.optimizers.SGD(0.5), lambda g, v: g + 0.01 * v)
+    >>> import tailrace.keras as tk, keras
+    >>> decay = tk.MapGradientOptimizer(keras.optimizers.SGD(0.5), lambda g, v: g + 0.01 * v)
     >>> decay.learning_rate.numpy().item()
     0.5
     """

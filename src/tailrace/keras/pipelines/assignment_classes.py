@@ -25,7 +25,8 @@ class LayerStageAssignment:
         pipeline_stage: the stage; None if it has none.
         inbound_layers: the layers whose outputs it takes.
 
-    >>> LayerStageAssignment("dense", pipeline_stage=1).pipeline_stage
+    >>> import tailrace.keras as tk
+    >>> tk.LayerStageAssignment("dense", pipeline_stage=1).pipeline_stage
     1
     """
 
@@ -43,8 +44,9 @@ class NestedModelStageAssignment:
         nested_model: the model inside.
         pipeline_stage_assignments: one for each of its layer calls.
 
-    >>> inner = [LayerStageAssignment("dense", pipeline_stage=0)]
-    >>> len(NestedModelStageAssignment("encoder", inner).pipeline_stage_assignments)
+    >>> import tailrace.keras as tk
+    >>> inner = [tk.LayerStageAssignment("dense", pipeline_stage=0)]
+    >>> len(tk.NestedModelStageAssignment("encoder", inner).pipeline_stage_assignments)
     1
     """
 

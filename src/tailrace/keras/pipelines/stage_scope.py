@@ -35,7 +35,7 @@ class PipelineStage:
         stage: the index of the stage, from 0.
 
     Example:
-        >>> import keras, tailrace.keras as tk
+        >>> import tailrace.keras as tk, keras
         >>> with tk.Strategy().scope():
         ...     inputs = keras.Input((4,))
         ...     with tk.PipelineStage(0):
@@ -53,7 +53,8 @@ class PipelineStage:
     def __enter__(self) -> PipelineStage:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage < 0:
             raise OptionError(
-                f"A pipeline stage is a number of at least 0. Received: PipelineStage({self.stage!r})."
+                f"A pipeline stage is a whole number of at least 0. "
+                f"Received: PipelineStage({self.stage!r})."
             )
         if not _allowed.innermost():
             raise ProgramError(

@@ -38,6 +38,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
+from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
@@ -421,7 +422,8 @@ class Training(Executions):
         assert engine is not None
         if self._form is not form:
             self._leave()
-            engine.use(form.feed)
+            with names_listed_by("tk.of(model).tensors(), after a fit without it"):
+                engine.use(form.feed)
             if not self._began:
                 microbatches = engine.accumulation.microbatches
                 self.journal.begin(engine.step, microbatches, self.replicas)

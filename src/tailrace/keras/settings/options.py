@@ -36,7 +36,8 @@ class MetricReduction(enum.StrEnum):
     Only `MERGED` is exact: the value of one metric over the batches of all replicas. `NONE` is the
     value of the last replica, `LIST` has those of all.
 
-    >>> MetricReduction.parse("MEAN")
+    >>> import tailrace.keras as tk
+    >>> tk.MetricReduction.parse("MEAN")
     <MetricReduction.MEAN: 'mean'>
     """
 

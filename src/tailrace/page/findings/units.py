@@ -58,7 +58,7 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
             Severity.WARNING,
             "dead units",
             f"Some units get no gradient at all, step after step: "
-            f"{_shares(sorted(biases, reverse=True))}. They do not answer to any element of a batch.",
+            f"{_shares(sorted(biases, reverse=True))}. They are inactive for every element of a batch.",
             max(biases)[1],
         )
 

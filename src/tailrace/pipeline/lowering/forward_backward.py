@@ -39,8 +39,9 @@ def recomputation_checkpoint(values: Tree) -> Any:
     What follows is recomputed from here, and not from the inputs of the stage. Elsewhere it returns
     its values and does nothing.
 
+    >>> import tailrace as tr
     >>> import jax.numpy as jnp
-    >>> float(recomputation_checkpoint(jnp.float32(2.0)))
+    >>> float(tr.recomputation_checkpoint(jnp.float32(2.0)))
     2.0
     """
     return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)

@@ -45,14 +45,15 @@ def plan(
     Raises:
         PlanError: the count does not suit the schedule, or the mapping does not fit the stages.
 
-    >>> print(plan(stages=2, microbatches=4))
+    >>> import tailrace as tr
+    >>> print(tr.plan(stages=2, microbatches=4))
     grouped, 2 stages, 4 microbatches, training: 7 ticks, bubble 20.0 %
     t     0     1     2     3     4     5     6
           ramp-up---------------- ramp-down--------
     dev0  F0    F1    F2    B0+F3 B1    B2    B3
     dev1  .     F0    B0+F1 B1+F2 B2+F3 B3    .
     stash 4 slots: 3, 1
-    >>> plan(stages=[1, 2, 1], microbatches=6).device_mapping
+    >>> tr.plan(stages=[1, 2, 1], microbatches=6).device_mapping
     (0, (1, 2), 3)
     """
     sizes, names = read_stages(stages)
@@ -96,7 +97,8 @@ class Plan(PlannedTicks):
     def stash_depth(self, stage: int) -> int:
         """How many later forwards of a stage run before its backward of a microbatch.
 
-        >>> [plan(4, 16).stash_depth(stage) for stage in range(4)]
+        >>> import tailrace as tr
+        >>> [tr.plan(4, 16).stash_depth(stage) for stage in range(4)]
         [6, 4, 2, 0]
         """
         return stash.depth(self, stage)
@@ -133,7 +135,7 @@ class Plan(PlannedTicks):
 
     @property
     def utilisation(self) -> float:
-        """The share of device time in which a device works: 1 - bubble."""
+        """The share of device time in which a device works, which is 1 - bubble."""
         return 1.0 - self.bubble
 
     def simulate(
@@ -152,7 +154,8 @@ class Plan(PlannedTicks):
     def serialised(self, microbatches: int | None = None) -> "Plan":
         """The same pipeline with the members of concurrent groups one after the other.
 
-        >>> plan(stages=[1, 2, 1], microbatches=24).serialised().device_mapping
+        >>> import tailrace as tr
+        >>> tr.plan(stages=[1, 2, 1], microbatches=24).serialised().device_mapping
         (0, 1, 2, 3)
         """
         names = [name for each in self.names for name in ((each,) if type(each) is str else each)]

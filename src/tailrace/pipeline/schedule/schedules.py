@@ -24,7 +24,8 @@ from tailrace.errors import PlanError
 class PipelineSchedule(StrEnum):
     """How the stages of a pipeline share time. Strings are accepted wherever one is expected.
 
-    >>> PipelineSchedule("Grouped") is PipelineSchedule.GROUPED
+    >>> import tailrace as tr
+    >>> tr.PipelineSchedule("Grouped") is tr.PipelineSchedule.GROUPED
     True
     """
 

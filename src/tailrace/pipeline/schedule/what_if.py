@@ -151,7 +151,8 @@ def what_if(
         "ramps" the share of ramp-up and ramp-down, "stash" microbatches held over all devices. A
         combination that a schedule refuses is in the table, with the reason.
 
-    >>> table = what_if([1.0] * 8, microbatches=[8, 32], stages=[2, 4], schedules=["grouped"])
+    >>> import tailrace as tr
+    >>> table = tr.what_if([1.0] * 8, microbatches=[8, 32], stages=[2, 4], schedules=["grouped"])
     >>> print(table)
     stages  devices  schedule  mode   count  time  each   speedup  bubble  ramps    stash
     4       4        grouped   gated  32     210   6.562  3.66     8.6 %   31.4 %   16

@@ -74,7 +74,7 @@ def _first_line(profile: Measurement) -> str:
     wall = profile.wall_s / max(profile.steps, 1)
     return (
         f"{profile.steps} steps in {profile.executions} executions on {profile.device}: "
-        f"{time_text(wall)} a step; {profile.named:.1%} of the operations' time has a place"
+        f"{time_text(wall)} a step; {profile.named:.1%} of the operations' time has a scope or phase"
     )
 
 

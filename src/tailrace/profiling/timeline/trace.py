@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 from tailrace.messages import logger
 from tailrace.profiling.programs.device_operations import (
@@ -106,13 +107,9 @@ def trace(
         raise OptionError(
             f"executions is a range of their numbers, such as range(3, 6). Received: {executions!r}."
         )
-    if operations is not None and (
-        isinstance(operations, bool) or not isinstance(operations, int) or operations < 0
-    ):
-        raise OptionError(
-            f"operations is a number of executions, 0 for none or None for all. "
-            f"Received: {operations!r}."
-        )
+    if operations is not None:
+        more = " (0: of no execution), or None (of all)"
+        operations = check_count("operations", operations, at_least=0, error=OptionError, more=more)
     return Trace(directory, executions, operations)
 
 

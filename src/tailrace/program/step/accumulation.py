@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.array_like import DTypeLike
+from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
@@ -26,7 +27,8 @@ class Reduction(enum.StrEnum):
     `RUNNING_MEAN` equals `MEAN` up to rounding; its accumulator stays as small as one gradient, so
     16-bit accumulators do not overflow.
 
-    >>> Reduction.parse("MEAN")
+    >>> import tailrace as tr
+    >>> tr.Reduction.parse("MEAN")
     <Reduction.MEAN: 'mean'>
     """
 
@@ -63,7 +65,9 @@ class Accumulation:
     Raises:
         OptionError: an argument has a value it may not have.
 
-    >>> Accumulation(4, dtype=jnp.float32).reduction
+    >>> import jax.numpy as jnp
+    >>> import tailrace as tr
+    >>> tr.Accumulation(4, dtype=jnp.float32).reduction
     <Reduction.MEAN: 'mean'>
     """
 
@@ -73,12 +77,8 @@ class Accumulation:
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        count = self.microbatches
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(
-                f"A step has at least one microbatch. Received: microbatches={count!r}. "
-                f"Give a positive integer."
-            )
+        count = _check_microbatches("microbatches", self.microbatches)
+        object.__setattr__(self, "microbatches", count)
         object.__setattr__(self, "reduction", Reduction.parse(self.reduction))
         if self.weight is not None and self.reduction is Reduction.SUM:
             raise OptionError(
@@ -91,8 +91,10 @@ class Accumulation:
 
     @classmethod
     def of(cls, value: Accumulation | int | None) -> Accumulation:
-        """An `Accumulation`, from one or from a number of microbatches."""
-        return value if isinstance(value, cls) else cls(1 if value is None else value)  # type: ignore[arg-type]
+        """An `Accumulation`, from one or from a number of microbatches, the option `accumulation`."""
+        if isinstance(value, cls):
+            return value
+        return cls(_check_microbatches("accumulation", 1 if value is None else value))
 
     def dtype_of(self, parameter: Any, name: str = "") -> Any:
         """The dtype of the accumulator of one parameter."""
@@ -142,6 +144,11 @@ def apart(grad: Any, number: Any) -> Any:
     if devices.platform() != "cpu":
         return grad
     return grad * jnp.where(number >= 0, 1, 0).astype(grad.dtype)
+
+
+def _check_microbatches(name: str, count: Any) -> int:
+    more = ": a step has at least one microbatch"
+    return check_count(name, count, at_least=1, error=OptionError, more=more)
 
 
 def _is_dtype(value: Any) -> bool:

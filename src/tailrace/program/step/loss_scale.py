@@ -61,7 +61,8 @@ class LossScale:
     Raises:
         OptionError: an argument has a value it may not have.
 
-    >>> LossScale(1024.0, interval=100)
+    >>> import tailrace as tr
+    >>> tr.LossScale(1024.0, interval=100)
     LossScale(initial=1024.0, growth=2.0, backoff=0.5, interval=100)
     """
 

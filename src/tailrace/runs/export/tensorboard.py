@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.counts import check_count
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.history import History
 from tailrace.records.record import Record
@@ -37,8 +38,7 @@ def write_events(
         raise MissingDependency.for_feature(
             "to_tensorboard", "tensorboardX", "tensorboard"
         ) from error
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError(f"every is a number of steps of at least 1. Received: {every!r}.")
+    every = check_count("every", every, at_least=1, error=OptionError)
     keys = chosen_keys(records, select) if len(records) else []
     try:
         writer = SummaryWriter(str(Path(logdir)))

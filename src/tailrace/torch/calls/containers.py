@@ -33,18 +33,23 @@ _custom: dict[type, CustomContainer] = {}
 def register_container(kind: type, parser: CustomContainer | None) -> None:
     """Register how objects of a class are flattened; None removes the registration.
 
+    >>> import torch
+    >>> import tailrace.torch as tt
     >>> class Pair:
     ...     def __init__(self, first, second):
     ...         self.first, self.second = first, second
-    >>> class PairParser(CustomContainer):
+    >>> class PairParser:
     ...     def yield_tensors(self, structure):
     ...         yield from (structure.first, structure.second)
     ...     def reconstruct(self, original_structure, tensor_iterator):
     ...         return Pair(next(tensor_iterator), next(tensor_iterator))
-    >>> register_container(Pair, PairParser())
-    >>> [path for path, _ in flatten({"pair": Pair(1, 2)})]
-    ['pair.0', 'pair.1']
-    >>> register_container(Pair, None)
+    >>> tt.register_container(Pair, PairParser())
+    >>> class Sum(torch.nn.Module):
+    ...     def forward(self, pair):
+    ...         return pair.first + pair.second
+    >>> tt.inference_model(Sum())(Pair(torch.ones(2), torch.ones(2)))
+    tensor([2., 2.])
+    >>> tt.register_container(Pair, None)
     """
     if parser is None:
         _custom.pop(kind, None)

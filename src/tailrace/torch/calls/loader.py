@@ -29,7 +29,8 @@ class DataLoaderMode(enum.StrEnum):
     SYNC: on demand. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and the rows of all workers
     are cut into batches again, so that only one remainder is lost instead of one per worker.
 
-    >>> DataLoaderMode("async")
+    >>> import tailrace.torch as tt
+    >>> tt.DataLoaderMode("async")
     <DataLoaderMode.ASYNC: 'async'>
     """
 
@@ -61,8 +62,11 @@ class DataLoader(torch_data.DataLoader):
         OptionError: arguments exclude each other.
         UsageError: `rebatched_worker_size` is more than the rows of a call.
 
+    >>> import torch
+    >>> import torch.utils.data as torch_data
+    >>> import tailrace.torch as tt
     >>> rows = torch_data.TensorDataset(torch.arange(100.0))
-    >>> loader = DataLoader(10, rows, batch_size=4)
+    >>> loader = tt.DataLoader(10, rows, batch_size=4)
     >>> loader.combined_batch_size, [len(x) for (x,) in loader]
     (40, [40, 40])
     """

@@ -7,6 +7,7 @@ import enum
 import os
 from typing import Any
 
+from tailrace.data.counts import check_count, check_seed
 from tailrace.errors import OptionError, PlanError
 from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
@@ -55,7 +56,8 @@ class ModelOptions:
         fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
             `model.replay` proves a past step.
 
-    >>> ModelOptions(device_iterations=4, accumulation=2).microbatches
+    >>> import tailrace.torch as tt
+    >>> tt.ModelOptions(device_iterations=4, accumulation=2).microbatches
     2
     """
 
@@ -83,9 +85,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         for name in ("device_iterations", "replicas"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} is a number of at least 1. Received: {name}={value!r}.")
+            value = check_count(name, getattr(self, name), at_least=1, error=OptionError)
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "accumulation", Accumulation.of(self.accumulation))
         given = None if self.reduction is None else Reduction.parse(self.reduction)
         if given is not None:
@@ -94,12 +95,8 @@ class ModelOptions:
         object.__setattr__(
             self, "returned", Returned.of(self.output_mode, self.output_return_period)
         )
-        period = self.output_return_period
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            raise OptionError(
-                f"output_return_period is a number of at least 1: of how many values one is returned. "
-                f"Received: output_return_period={period!r}."
-            )
+        period, more = self.output_return_period, ": of how many values one is returned"
+        check_count("output_return_period", period, at_least=1, error=OptionError, more=more)
         self._check_pipeline()
         check_fingerprint(self.fingerprint)
         if not isinstance(self.run_dir, str | os.PathLike | None):
@@ -111,10 +108,8 @@ class ModelOptions:
                 f"precision is one of {', '.join(map(repr, PRECISIONS))}. "
                 f"Received: precision={self.precision!r}."
             )
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int)
-        ):
-            raise OptionError(f"seed is an integer. Received: seed={self.seed!r}.")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_seed(self.seed))
         staging = self.stages if isinstance(self.stages, Staging) else None
         if isinstance(self.stages, str) and self.stages not in ("device", "increment"):
             raise OptionError(

@@ -27,7 +27,8 @@ class OutputMode(enum.StrEnum):
     DEFAULT means ALL for inference and FINAL for training. EVERY_N returns microbatches N-1, 2N-1,
     ... of a call, N being the return period.
 
-    >>> OutputMode("final")
+    >>> import tailrace.torch as tt
+    >>> tt.OutputMode("final")
     <OutputMode.FINAL: 'final'>
     """
 

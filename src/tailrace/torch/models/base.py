@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from tailrace.data.trees import Tree
-from tailrace.errors import OptionError, SelectionError
+from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.records.records import Records
-from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.torch.calls.anchors import Anchor, output_part, output_tap
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.inputs import CallForm
@@ -207,13 +207,8 @@ class Model(ABC):
         self._forward = forward
         self._before_making(forward)
         taps = self._taps(forward)
-        try:
+        with names_listed_by("model.tensor_names(), after compiling without it"):
             self._program = self._make_program(forward, params, buffers, taps)
-        except SelectionError as error:
-            text, _, _ = str(error).partition(" All names:")
-            raise SelectionError(
-                f"{text} All names: model.tensor_names(), after compiling without it."
-            ) from None
 
     def _taps(self, forward: Forward) -> list[Any]:
         count = self._options.microbatches

@@ -35,6 +35,8 @@ def training_model(
             on the device.
 
     Example:
+        >>> import torch
+        >>> import tailrace.torch as tt
         >>> class Fit(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
@@ -43,7 +45,7 @@ def training_model(
         ...         out = self.linear(x)
         ...         return out, torch.nn.functional.mse_loss(out, y)
         >>> module = Fit()
-        >>> model = training_model(module, torch.optim.SGD(module.parameters(), lr=0.5),
+        >>> model = tt.training_model(module, torch.optim.SGD(module.parameters(), lr=0.5),
         ...                        device_iterations=100)
         >>> x = torch.linspace(0, 1, 800)[torch.randperm(800)].reshape(800, 1)
         >>> out, loss = model(x, 3 * x + 1)
@@ -69,7 +71,9 @@ def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:
         ProgramError: at the first call: an operation of `forward` cannot run on the device.
 
     Example:
-        >>> model = inference_model(torch.nn.Linear(2, 3).eval(), device_iterations=4)
+        >>> import torch
+        >>> import tailrace.torch as tt
+        >>> model = tt.inference_model(torch.nn.Linear(2, 3).eval(), device_iterations=4)
         >>> model(torch.ones(20, 2)).shape
         torch.Size([20, 3])
     """

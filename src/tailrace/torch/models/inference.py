@@ -23,6 +23,7 @@ from tailrace.torch.tracing.forward import Forward, weights_of
 class InferenceModel(Model):
     """A module that runs on the device; made by `tt.inference_model`.
 
+    >>> import torch
     >>> import tailrace.torch as tt
     >>> model = tt.inference_model(torch.nn.Linear(2, 3).eval())
     >>> type(model).__name__, model(torch.ones(4, 2)).shape

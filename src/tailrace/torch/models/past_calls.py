@@ -88,10 +88,10 @@ class PastCalls:
         files = _files(checkpoint)
         before = [file for file in files if file[0] <= step]
         if not before:
-            there = f"the earliest there is of step {files[0][0]}" if files else "it holds none"
+            there = f"starts with step {files[0][0]}" if files else "contains no such file"
             raise CheckpointError(
                 f"A replay of step {step} starts from a file that model.save wrote at or before it, "
-                f"and {str(checkpoint)!r} has none: {there}. Save the model more often."
+                f"and {str(checkpoint)!r} {there}. Save the model more often."
             )
         self.started_at, file = before[-1]
         if self.started_at % options.device_iterations:

@@ -35,6 +35,7 @@ from tailrace.trainer.lookback.replay import Replay
 class TrainingModel(FollowingModel):
     """A module that trains on the device; made by `tt.training_model`, whose example runs one.
 
+    >>> import torch
     >>> import tailrace.torch as tt
     >>> type(tt.training_model(torch.nn.Linear(2, 1), accumulation=2)).__name__
     'TrainingModel'
@@ -162,7 +163,7 @@ class TrainingModel(FollowingModel):
 
         The calls are made again from the nearest file before the step, on a state of its own; learning
         rates are those of then. Losses and, with `fingerprint=True`, the state after each call are
-        compared with what was recorded. The model is afterwards as before.
+        compared with what was recorded. The model is unchanged afterwards.
 
         Args:
             step: the number of the step, counted from 0 over all calls.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.data.counts import check_seed
 from tailrace.torch.tracing.forward import weights_of
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 
@@ -32,6 +33,7 @@ def as_function(
     (4, 3)
     """
     # Copies: what the module's own optimizer does to its tensors later does not change them.
+    key_seed = check_seed(seed)
     params, buffers = ({n: jnp.array(v) for n, v in held.items()} for held in weights_of(module))
     run = ModuleFunction(module, training_modes(module))
 
@@ -40,6 +42,6 @@ def as_function(
             return jax.tree.map(lambda array: wrap(jnp.asarray(array)), args), {}
 
         weights = {name: jnp.asarray(value) for name, value in params.items()}
-        return run(weights, buffers, fill, jax.random.key(seed)).outputs
+        return run(weights, buffers, fill, jax.random.key(key_seed)).outputs
 
     return function, params

@@ -30,7 +30,8 @@ class Block:
 
     After it no block is active, and everything that is computed must belong to one.
 
-    >>> with Block("encoder", device=0) as block:
+    >>> import tailrace.torch as tt
+    >>> with tt.Block("encoder", device=0) as block:
     ...     pass
     >>> block.name, block.device
     ('encoder', 0)
@@ -57,7 +58,8 @@ class Block:
 class BlockFunction:
     """A decorator: each call of the function is a block.
 
-    >>> double = BlockFunction("double", device=1)(lambda x: 2 * x)
+    >>> import tailrace.torch as tt
+    >>> double = tt.BlockFunction("double", device=1)(lambda x: 2 * x)
     >>> double(3)
     6
     """
@@ -101,8 +103,10 @@ def begin_block(module: torch.nn.Module, name: str | None = None, device: int | 
     The block lasts until the next one begins. Names of parameters stay as they are. A function gets
     a module around it.
 
-    >>> layer = begin_block(torch.nn.Linear(2, 2), "head", device=1)
-    >>> module_repr(layer)
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = tt.BeginBlock(torch.nn.Linear(2, 2), "head", device=1)
+    >>> tt.module_repr(layer)
     "Linear(in_features=2, out_features=2, bias=True)  [block 'head' on device 1]"
     """
     if not isinstance(module, torch.nn.Module):
@@ -121,9 +125,11 @@ BeginBlock = begin_block
 def remove_blocks(module: torch.nn.Module) -> None:
     """Remove all blocks that `tt.BeginBlock` put on a module and its submodules.
 
-    >>> module = torch.nn.Sequential(BeginBlock(torch.nn.Linear(2, 2), "first", device=0))
-    >>> remove_blocks(module)
-    >>> "block" in module_repr(module)
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> module = torch.nn.Sequential(tt.BeginBlock(torch.nn.Linear(2, 2), "first", device=0))
+    >>> tt.remove_blocks(module)
+    >>> "block" in tt.module_repr(module)
     False
     """
     for inner in module.modules():
@@ -135,7 +141,10 @@ def remove_blocks(module: torch.nn.Module) -> None:
 def module_repr(module: torch.nn.Module) -> str:
     """A module as text, with the blocks that begin in it.
 
-    >>> print(module_repr(torch.nn.Sequential(BeginBlock(torch.nn.ReLU(), "first", device=0))))
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> module = torch.nn.Sequential(tt.BeginBlock(torch.nn.ReLU(), "first", device=0))
+    >>> print(tt.module_repr(module))
     Sequential(
       (0): ReLU()  [block 'first' on device 0]
     )
@@ -241,7 +250,9 @@ def recomputation_checkpoint(*tensors: Any) -> Any:
     Raises:
         ProgramError: something given is not a tensor.
 
-    >>> recomputation_checkpoint(torch.ones(2))
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> tt.recomputation_checkpoint(torch.ones(2))
     tensor([1., 1.])
     """
     from tailrace.pipeline.lowering.forward_backward import recomputation_checkpoint as keep

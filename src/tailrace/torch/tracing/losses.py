@@ -56,7 +56,9 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     Raises:
         OptionError: there is no such reduction.
 
-    >>> identity_loss(torch.tensor([1.0, 3.0]), reduction="mean")
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> tt.identity_loss(torch.tensor([1.0, 3.0]), reduction="mean")
     tensor(2.)
     """
     if reduction == "sum":

@@ -45,7 +45,9 @@ def print_tensor(
     Raises:
         ProgramError: it is not a tensor.
 
-    >>> print_tensor(torch.ones(2), "x")  # outside of a wrapped model nothing is printed
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> tt.print_tensor(torch.ones(2), "x")  # outside of a wrapped model nothing is printed
     tensor([1., 1.])
     """
     if not isinstance(tensor, torch.Tensor):

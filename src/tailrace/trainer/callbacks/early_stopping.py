@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.observation.monitoring import Monitor
@@ -44,8 +45,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         restore_best: bool = False,
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise OptionError(f"patience is a number of at least 0. Received: {patience!r}.")
+        patience = check_count("patience", patience, at_least=0, error=OptionError)
         self._monitor = Monitor(monitor, mode, min_delta)
         self.patience, self.restore_best = patience, restore_best
         self.best_step = 0

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 from tailrace.trainer.observation.monitoring import Monitor
 
@@ -37,13 +38,12 @@ class Checkpoint:
             raise OptionError(
                 f"checkpoint= is a directory or a tr.Checkpoint. Received: {self.directory!r}."
             )
-        number = isinstance(self.every, int) and not isinstance(self.every, bool)
-        if not (number and self.every >= 1) and self.seconds is None:  # type: ignore[operator]
-            raise OptionError(
-                f"every is a number of steps, or of seconds as '60s'. Received: {self.every!r}."
-            )
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            raise OptionError(f"keep is a number of at least 1. Received: {self.keep!r}.")
+        if self.seconds is None:
+            more = " (steps), or a text such as '60s', which is more than 0 seconds"
+            every = check_count("every", self.every, at_least=1, error=OptionError, more=more)
+            object.__setattr__(self, "every", every)
+        keep = check_count("keep", self.keep, at_least=1, error=OptionError)
+        object.__setattr__(self, "keep", keep)
         if self.best is not None:
             Monitor(self.best)
 

@@ -91,6 +91,7 @@ class CheckpointDirectory:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the lock of the directory; refuses a second process."""
+        check_no_file("checkpoint= is a directory", self.directory)
         with orbax_files.sentence(self.directory, "cannot be written"):
             self.directory.mkdir(parents=True, exist_ok=True)
         held = HeldDirectory(self.directory)
@@ -112,6 +113,15 @@ class CheckpointDirectory:
         finally:
             lock.release()
             held.release()
+
+
+def check_no_file(rule: str, directory: Path) -> None:
+    """Refuse a path of a directory that is, or goes through, a file."""
+    there = next((one for one in (directory, *directory.parents) if one.exists()), directory)
+    if there.exists() and not there.is_dir():
+        raise CheckpointError(
+            f"{rule}, and {str(there)!r} is a file. Received: {str(directory)!r}. Give another path."
+        )
 
 
 def superseded(kept: list[Kept], keep: int) -> list[Kept]:

@@ -135,6 +135,11 @@ class Form:
         return math.prod(self.shape)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has files of Orbax; a damaged one may have lost some."""
+    return any((path / name).exists() for name in ("_CHECKPOINT_METADATA", "pytree"))
+
+
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """The note of a checkpoint, and the shapes of its arrays; reads no array."""
     orbax = import_orbax()

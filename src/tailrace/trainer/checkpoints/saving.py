@@ -269,11 +269,8 @@ class Saving:
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the monitored value has improved."""
-        if (
-            self._monitor is not None
-            and self._monitor.name in logs
-            and self._monitor.improves(logs)
-        ):
+        monitor = self._monitor
+        if monitor is not None and monitor.is_due(logs) and monitor.improves(logs):
             self.save(best=True)
 
     def _snapshot(self, ended: bool) -> Snapshot:

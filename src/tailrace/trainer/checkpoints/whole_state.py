@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, RunError
+from tailrace.runs.info import RUN_FILE, read_info
 from tailrace.trainer.checkpoints import orbax_files
-from tailrace.trainer.checkpoints.directory import CheckpointDirectory
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory, check_no_file
 from tailrace.trainer.checkpoints.snapshot import Snapshot, put_state, state_arrays, trainer_note
 from tailrace.trainer.checkpoints.together import each_does, first_does
 from tailrace.trainer.engine import Engine
@@ -45,6 +47,7 @@ def _epochs_begun(fit: Mapping[str, Any]) -> int:
 
 
 def _check_new(where: Path) -> None:
+    check_no_file("save writes a directory", where.parent)
     if where.exists() or where.is_symlink():
         raise CheckpointError(
             f"save writes a new directory, and {str(where)!r} is there already. Give another "
@@ -55,10 +58,24 @@ def _check_new(where: Path) -> None:
 def _found(where: Path) -> str:
     """The checkpoint at a path: the path itself, or the newest one in a directory of a fit."""
     kept = CheckpointDirectory(where).newest()
-    if kept is None and not (where.is_dir() and any(where.iterdir())):
-        there = "an empty directory" if where.is_dir() else "nothing"
-        raise CheckpointError(
-            f"restore reads what trainer.save or fit(checkpoint=...) wrote, and {str(where)!r} is "
-            f"{there}."
-        )
-    return str(where if kept is None else kept.path)
+    if kept is not None:
+        return str(kept.path)
+    if orbax_files.is_checkpoint(where):
+        return str(where)
+    raise CheckpointError(
+        f"restore reads what trainer.save or fit(checkpoint=...) wrote, and {str(where)!r} is "
+        f"{_described(where)}."
+    )
+
+
+def _described(where: Path) -> str:
+    """What is at a path that has no checkpoint."""
+    if not where.is_dir():
+        return "a file" if where.exists() else "nothing"
+    if (where / RUN_FILE).exists():
+        named = None
+        with contextlib.suppress(RunError):
+            named = read_info(where).get("checkpoint")
+        hint = f"This run's checkpoints are in {named!r}" if named else "It has none of them"
+        return f"a run directory: records, not the state of a trainer. {hint}"
+    return "a directory without a checkpoint" if any(where.iterdir()) else "an empty directory"

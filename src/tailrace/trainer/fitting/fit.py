@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -33,7 +34,12 @@ from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.progress_bar import ProgressView
-from tailrace.trainer.fitting.step_counts import note_left_out, too_short
+from tailrace.trainer.fitting.step_counts import (
+    ended_early,
+    less_than_a_step,
+    note_left_out,
+    too_short,
+)
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.observation.bundles import keep_bundle
 from tailrace.trainer.observation.journal import Journal
@@ -131,7 +137,7 @@ class Fit:
         """Train until `duration` is reached, or something stops the fit."""
         progress = self.progress
         if duration.steps is not None:
-            self._steps(duration.steps, duration.steps)
+            self._steps(duration.steps, duration.steps, too_short)
             self._end_epoch()  # not counted: a longer fit would continue the same pass
             return
         # An epoch in which the fit was stopped ends as others do.
@@ -159,8 +165,14 @@ class Fit:
         if self.feed.position:
             self.feed.restart(self._dataset, self.progress.epoch)
 
-    def _steps(self, until: int, asked: int) -> None:
-        """Train until exactly `until` steps of this fit are done."""
+    def _steps(self, until: int, asked: int, short: Callable[..., str]) -> None:
+        """Train until exactly `until` steps of this fit are done.
+
+        Args:
+            until: how many.
+            asked: how many of them the whole dataset should have had.
+            short: the message for a dataset that has not.
+        """
         progress = self.progress
         while progress.steps < until and not self.stopping:
             try:
@@ -169,14 +181,14 @@ class Fit:
                 missing = (until - progress.steps) * self.engine.runner.elements_per_pass
                 found = self.feed.position + self.feed.remaining(missing)
                 done = progress.steps - progress.epoch_start
-                message = too_short(self.engine, asked, found, done)
+                message = short(self.engine, asked, found, done)
                 raise DataExhausted(message) from error
 
     def _epoch(self, count: int | None) -> None:
         """Train to the end of the dataset; `count` steps if that is known."""
         start = self.progress.epoch_start
         if count is not None:
-            self._steps(start + count, count)
+            self._steps(start + count, count, ended_early)
             return
         # Whole executions until one cannot be filled; what is left is then counted, and run as a
         # shorter one.
@@ -192,7 +204,9 @@ class Fit:
         # Processes may have different numbers of elements left, and run only steps that all of them
         # have.
         more = agreed_least(left // per_step) or 0
-        self._steps(self.progress.steps + more, more)
+        if not more and self.progress.steps == start:  # the loop over epochs would never end
+            raise DataExhausted(less_than_a_step(self.engine, left))
+        self._steps(self.progress.steps + more, more, ended_early)
         note_left_out(left, per_step)
 
     # -- executions -----------------------------------------------------------------------------

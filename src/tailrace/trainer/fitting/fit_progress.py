@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 
 
@@ -22,12 +23,10 @@ class Duration:
             raise OptionError(
                 f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
             )
-        for name, value in (("steps", steps), ("epochs", epochs)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 0
-            ):
-                raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")
-        return cls(steps, 1 if steps is None and epochs is None else epochs)
+        if steps is not None:
+            return cls(check_count("steps", steps, at_least=0, error=OptionError))
+        epochs = 1 if epochs is None else epochs
+        return cls(None, check_count("epochs", epochs, at_least=0, error=OptionError))
 
     def __str__(self) -> str:
         return f"steps={self.steps}" if self.epochs is None else f"epochs={self.epochs}"

@@ -11,13 +11,16 @@ from tailrace.errors import DataError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.profiling.timeline.trace import as_trace
 from tailrace.trainer.callbacks.callback import AnyTrainer
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import Saving, saving_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration
 from tailrace.trainer.fitting.pace import Pace, pace_for
+from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.monitoring import check_best
 
 
 class Fits:
@@ -59,8 +62,10 @@ class Fits:
         if self._running is not None:
             self._running.stop()
 
-    def saving(self, checkpoint: Any, duration: Duration) -> Saving | None:
+    def saving(self, checkpoint: Any, duration: Duration, validation: Validation) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
+        if isinstance(checkpoint, Checkpoint):
+            check_best(checkpoint.best, validation.has_data)
         return saving_of(checkpoint, self.kept, self._engine, duration)
 
     def pace(self, engine: Engine) -> Pace:

@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 from tailrace.feeds import dispatch_table
-from tailrace.messages import counted
+from tailrace.messages import counted, size_text
 from tailrace.taps.tap import bytes_per_step, check_bytes
 from tailrace.trainer.engine import Engine
 
@@ -54,10 +55,21 @@ class Pace:
 
     @property
     def most(self) -> int:
-        """The most steps whose elements fit into the memory set aside for them."""
-        fitting = max(1, self.most_bytes // max(1, self.bytes_per_step))
-        most = dispatch_table.LONGEST if self.most_steps is None else self.most_steps
-        return max(1, min(fitting, most, dispatch_table.LONGEST))
+        """The most steps of an execution, however little time they take."""
+        return max(1, min(self._most_by_reason.values()))
+
+    @property
+    def _most_by_reason(self) -> dict[str, int]:
+        """The most steps that each limit allows; time is none of them."""
+        limits = {
+            f"memory of elements, {size_text(self.most_bytes)}": (
+                self.most_bytes // max(1, self.bytes_per_step)
+            ),
+            f"the longest execution, {dispatch_table.LONGEST:,} steps": dispatch_table.LONGEST,
+        }
+        if self.most_steps is not None:
+            limits["memory of records"] = self.most_steps
+        return limits
 
     def capacity(self, before: int | None, total: int | None) -> int:
         """The most steps of an execution, for which the executable has room.
@@ -106,7 +118,7 @@ class Pace:
         return piece if remaining is None else min(piece, remaining)
 
     def _next_trial(self) -> int:
-        length = self._ideal()
+        length, _ = self._ideal()
         # An execution has a cost of its own (buffers for all records that it could make), and one step
         # alone pays all of it. Unless steps take long, more of them together show what a step costs.
         if self.trials[-1] < dispatch_table.ALONE_S and (len(self.trials) == 1 or self._is_falling):
@@ -148,19 +160,31 @@ class Pace:
                 f"{counted(steps, 'step')} an execution while the time of a step is measured"
             )
             return
-        self.chosen = self._ideal()
-        limit = "memory" if self.chosen >= self.most else "time"
+        self.chosen, limit = self._ideal()
         self.reason = (
             f"{counted(self.chosen, 'step')} an execution: a step takes "
             f"{self.seconds_per_step * 1e6:,.0f} microseconds and its elements "
             f"{self.bytes_per_step / 1e6:,.2f} MB (limit: {limit})"
         )
 
-    def _ideal(self) -> int:
+    def _ideal(self) -> tuple[int, str]:
+        """The best length as far as it is known, and what limits it."""
+        target, reason = self._target()
+        limits = {reason: int(target / self.seconds_per_step), **self._most_by_reason}
+        limit = min(limits, key=lambda name: limits[name])
+        return max(1, limits[limit]), limit
+
+    def _target(self) -> tuple[float, str]:
+        """Seconds of an execution, and their reason."""
         # Long enough that the cost of an execution itself does not count, up to a limit.
-        target = max(self.target_s, dispatch_table.OVERHEADS * self._overhead_s)
-        target = min(target, max(self.target_s, dispatch_table.LONGEST_S))
-        return min(self.most, max(1, int(target / self.seconds_per_step)))
+        overhead, longest = self._overhead_s, max(self.target_s, dispatch_table.LONGEST_S)
+        wanted = dispatch_table.OVERHEADS * overhead
+        if wanted <= self.target_s:
+            return self.target_s, f"the target time, {self.target_s:g} s"
+        if wanted > longest:
+            return longest, f"the longest execution, {longest:g} s"
+        times = f"{dispatch_table.OVERHEADS} x {overhead * 1e3:,.1f} ms"
+        return wanted, f"the overhead of an execution, {times}"
 
 
 def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | None) -> Pace:
@@ -198,10 +222,7 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
 
 def parse_steps(value: int | str) -> int | None:
     """`steps_per_execution` as a number, or None for "auto"."""
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(
-            f"steps_per_execution is 'auto' or a number of steps of at least 1. Received: {value!r}."
-        )
-    return value
+    more = ", or 'auto'"
+    return check_count("steps_per_execution", value, at_least=1, error=OptionError, more=more)

@@ -20,7 +20,7 @@ def total_steps(
             raise DataExhausted(too_short(engine, steps, length, 0))
         return steps
     if not per_epoch:
-        raise DataExhausted(too_short(engine, 1, length, 0))
+        raise DataExhausted(less_than_a_step(engine, length))
     note_left_out(length, engine.elements_per_step)
     return per_epoch * (1 if epochs is None else epochs)
 
@@ -52,6 +52,26 @@ def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
         f"{steps * count * replicas}, and never restarts a dataset for steps=. This one has "
         f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
         f"fit(epochs=...)."
+    )
+
+
+def less_than_a_step(engine: Engine, length: int) -> str:
+    """The message for an epoch whose elements do not make one step."""
+    count, replicas = engine.accumulation.microbatches, engine.placement.local_replicas
+    return (
+        f"A step takes microbatches x replicas elements of the dataset, {count} x {replicas} = "
+        f"{count * replicas}, and an epoch has at least one step. This dataset has {length}. Lower "
+        f"accumulation or replicas, cut smaller batches, or give more data."
+    )
+
+
+def ended_early(engine: Engine, steps: int, length: int, done: int) -> str:
+    """The message for a dataset that ends before the end of an epoch that its length announced."""
+    return (
+        f"An epoch goes through the whole dataset, whose length announced {steps} steps of "
+        f"{engine.elements_per_step} elements. It ended after {length} elements; {done} steps of the "
+        f"epoch were done. Let its len() be the number of elements that it has, or use "
+        f"fit(steps=...)."
     )
 
 

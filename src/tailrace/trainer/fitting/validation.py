@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 
 
@@ -22,17 +23,34 @@ class Validation:
     def __init__(
         self, data: Any, every: str | int, evaluate: Callable[[Any], dict[str, Any]]
     ) -> None:
-        number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-        if every != "epoch" and not number:
+        by_epochs = isinstance(every, str) and every == "epoch"
+        self.steps = (
+            None
+            if by_epochs
+            else check_count(
+                "validation_every",
+                every,
+                at_least=1,
+                error=OptionError,
+                more=" (steps), or 'epoch'",
+            )
+        )
+        """The period in steps; None if it is an epoch, or there is no validation."""
+        if data is None and not by_epochs:
             raise OptionError(
-                f"validation_every is 'epoch' or a number of steps of at least 1. Received: {every!r}."
+                f"validation_every says when to validate, and needs fit(validation_data=...). "
+                f"Received: validation_every={every!r} without validation_data. Give both, or leave "
+                f"validation_every out."
             )
         self._data, self._evaluate = data, evaluate
-        self.steps = every if isinstance(every, int) and data is not None else None
-        """The period in steps; None if it is an epoch, or there is no validation."""
-        self.at_epochs = data is not None and every == "epoch"
+        self.at_epochs = data is not None and by_epochs
         self.latest: dict[str, float] = {}
         """The values of the latest validation, as `val_<name>`."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self._data is not None
 
     def until_next(self, done: int) -> int | None:
         """The number of steps until the next validation, after `done` of them; None for no limit."""

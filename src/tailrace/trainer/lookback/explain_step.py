@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.adapters import as_dataset
+from tailrace.data.adapters import rows_read
 from tailrace.records.records import Record, Records
 from tailrace.records.scores import robust_scores
 from tailrace.taps.tap import Tap
@@ -161,9 +161,8 @@ def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
         rows[name] = found[name]
     epoch, first, count = reading or (0, 0, 0)
     rows["element"], rows["row"] = first + found["element"], -1
-    source = as_dataset(dataset).fast
-    if source is not None:
-        numbers = source.rows(first, count, epoch)
+    numbers = rows_read(dataset, epoch, first, count)
+    if numbers is not None:
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
         measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]

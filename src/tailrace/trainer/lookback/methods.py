@@ -43,7 +43,7 @@ class LookingBack:
         The nearest checkpoint before the step is taken, the dataset brought to its position, and the
         steps up to this one run without taps; validation and callbacks are not. Losses and, with
         `fingerprint=True`, the state at the ends of executions are compared with what was recorded.
-        The trainer is afterwards as before. While it runs, there are two states on the device.
+        The trainer is unchanged afterwards. While a replay runs, the device holds two states.
 
         Args:
             step: the number of the step.
@@ -52,8 +52,8 @@ class LookingBack:
             checkpoint: the directory that `fit(checkpoint=...)` was given.
 
         Returns:
-            The records of the step by name, with `proved` (None where nothing was recorded) and
-            `differences`.
+            A `Replay`: the records of the step by name, with `proved` (None if nothing was recorded)
+            and `differences`.
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
@@ -66,7 +66,7 @@ class LookingBack:
         *,
         checkpoint: Checkpoint | str | os.PathLike[str],
     ) -> StepExplanation:
-        """Run a past step again, example by example: which rows, and which layer, made it so.
+        """Run a past step again, example by example: finds the rows and the layer behind its loss.
 
         The loss function is called with one row at a time, so it should be a mean over rows. Nothing
         of this costs anything while training.
@@ -77,8 +77,8 @@ class LookingBack:
             checkpoint: the directory that `fit(checkpoint=...)` was given.
 
         Returns:
-            Loss, gradient norm and alignment with the step's gradient for each row, those that stand
-            out most first; and which tensor grew first.
+            A `StepExplanation`: loss, gradient norm and alignment with the step's gradient for each
+            row, the most unusual first; and which tensor grew first.
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
@@ -127,7 +127,8 @@ class LookingBack:
             observe: taps.
 
         Returns:
-            The records of the step by name. `proved` is None: a bundle has no results to compare with.
+            A `Replay`: the records of the step by name. `proved` is None: a bundle has no results to
+            compare with.
         """
         self._check_alone()
         return replay_bundle(self.engine, bundle, example, observe)

@@ -27,7 +27,7 @@ from tailrace.trainer.lookback.rerun import Rerun
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Something that is not as it was recorded.
+    """A value that differs from the recorded one.
 
     Attributes:
         step: where: a step, or the last one of an execution.
@@ -59,8 +59,8 @@ class Replay(Mapping[Any, Record]):
         differences: what differs, the earliest first.
         evidence: what was compared, in words.
         started_at: the step of the checkpoint that the replay began from.
-        changed: what of versions, flags and devices is not as it was, in words: the first suspects
-            where something differs.
+        changed: which versions, flags and devices have changed since, in words: the likely causes if
+            something differs.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Replay(Mapping[Any, Record]):
         ]
         lines += [said, *(f"  {one}" for one in self.differences[:10])]
         if not self.proved:
-            lines += [f"  not as it was: {one}" for one in self.changed]
+            lines += [f"  changed since: {one}" for one in self.changed]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -260,7 +260,7 @@ def nearest(
     found = [kept for kept in directory.found() if fits is None or kept.fit < fits]
     where = str(directory.directory)
     if not found:
-        there = "holds none" if directory.directory.is_dir() else "does not exist"
+        there = "contains none" if directory.directory.is_dir() else "does not exist"
         raise CheckpointError(
             f"A replay starts from a checkpoint, and {where!r} {there}. Give the directory that "
             f"fit(checkpoint=...) was given."

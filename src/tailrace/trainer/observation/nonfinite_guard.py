@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.adapters import rows_read
 from tailrace.devices.processes.distributed import process_index
 from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
@@ -100,6 +102,7 @@ def stopped(
         first_step=ticket.first_step,
         seed=seed,
         microbatches=microbatches,
+        reading=ticket.reading,
     )
     per_step = microbatches * runner.placement.local_replicas
     rows = slice(kept * per_step, (kept + 1) * per_step)
@@ -140,6 +143,7 @@ def diagnose(
     first_step: int,
     seed: int,
     microbatches: int,
+    reading: tuple[int, int, int] | None = None,
 ) -> NonFiniteError:
     """Replay the bad step from the elements kept on the host; the error that tells about it."""
     step, replica, names = bad
@@ -165,20 +169,33 @@ def diagnose(
     frame = Frame(ambient, {infeed: step_block(elements)})
     found = find_culprit(runner.traced, args, frame)
     culprit = found.culprit
+    from_data = culprit is not None and culprit.operation == INFEED
+    if culprit is not None and from_data and reading is not None:
+        place = start + culprit.microbatch * local
+        number_of_row = _row_in_dataset(infeed, reading, place, culprit.row)
+        culprit = dataclasses.replace(culprit, dataset_row=number_of_row)
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names
     shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
     which = f"step {number}" + (f", replica {replica}" if replicas > 1 else "")
     if culprit is not None and microbatches > 1:
         which += f", microbatch {culprit.microbatch}"
     why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
-    from_data = culprit is not None and culprit.operation == INFEED
-    advice = (
-        "Correct the data, or leave that row out."
-        if from_data
-        else "Lower the learning rate, clip gradients, or look at the row."
-    )
+    advice = "Lower the learning rate, clip gradients, or look at the row."
+    if culprit is not None and from_data:
+        numbered = culprit.dataset_row >= 0
+        without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
+        advice = f"Correct the data, or leave that row out{without}."
     error = NonFiniteError(
         f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
     )
     error.step, error.culprit = number, culprit
     return error
+
+
+def _row_in_dataset(feed: Any, reading: tuple[int, int, int], place: int, row: int) -> int:
+    """The number in the dataset of a row of the element at `place` of an execution; -1 for none."""
+    if not isinstance(feed, InfeedQueue) or row < 0:
+        return -1
+    epoch, first, _ = reading
+    numbers = rows_read(feed.dataset, epoch, first + place, 1)
+    return -1 if numbers is None else int(numbers[0][row])
