@@ -131,7 +131,7 @@ def test_killed_and_started_again(tmp_path, two_fits):
     _, (expected, _) = two_fits
     for after in (1, 2, None):
         trainer = make_trainer(tmp_path / "run", ())
-        kept = tr.Checkpoint(tmp_path / "kept", every=5)
+        kept = tr.Checkpoint(tmp_path / "kept", every=10)
         try:
             fit(trainer, checkpoint=kept, callbacks=[] if after is None else [Kill(after)])
         except Killed:
