@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
-from tailrace.errors import ProgramError
+from tailrace.errors import OptionError, ProgramError
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
@@ -13,7 +14,6 @@ from tailrace.trainer.costs.explanation import Explanation
 from tailrace.trainer.costs.profiled import profiled
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fits import Fits
-from tailrace.trainer.fitting.pace import parse_steps
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.showing.summary import Summary, summarise
 
@@ -33,11 +33,13 @@ class Measuring:
             steps: the number of steps per execution; None: as configured, or 10.
 
         Raises:
-            OptionError: `steps` is not a number of at least 1.
+            OptionError: `steps` is not a whole number of at least 1.
         """
-        length = self._fits.steps_per_execution or 10 if steps is None else parse_steps(steps)
-        assert length is not None
-        return explained(self.engine, example, length)
+        if steps is None:
+            steps = self._fits.steps_per_execution or 10
+        else:
+            check_count("steps", steps, at_least=1, error=OptionError)
+        return explained(self.engine, example, int(steps))
 
     def profile(self, dataset: object, executions: int = 2) -> Profile:
         """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
