@@ -72,7 +72,7 @@ def validated(folder, **call):
     extra = {"validation_data": HELD_OUT, "callbacks": [calls, early, log], **call}
     first = trainer.fit(shuffled(), checkpoint=kept, **extra)
     rows = (folder / "log.csv").read_text()
-    trainer.fit(shuffled(), steps=4, checkpoint=kept)
+    trainer.fit(shuffled(), steps=4, checkpoint=tr.Checkpoint(folder / "kept", every=every))
     return trainer, [first, rows, calls.seen, early.best, early.best_step]
 
 
