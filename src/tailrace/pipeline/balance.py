@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
@@ -100,11 +100,11 @@ class Balance:
         """A `tr.Pipeline` of the model, cut like this; options are those of `tr.Pipeline`."""
         return Pipeline(self, **options)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Any:
         """The function's result, with boundaries where stages end."""
         *first, element = args
 
-        def whole(*args: Any) -> Any:
+        def whole(*args: Tree) -> Any:
             return call_with_element(self.function, args[:-1], args[-1])
 
         leaves, structure = jax.tree.flatten((*first, element))
@@ -167,7 +167,7 @@ def balance(
     """
     first = (params,) if model_state is None else (params, model_state)
 
-    def whole(*args: Any) -> Any:
+    def whole(*args: Tree) -> Any:
         return call_with_element(fn, args[:-1], args[-1])
 
     leaves, structure = jax.tree.flatten((*first, example))
@@ -228,11 +228,11 @@ def cost_of(eqn: JaxprEqn) -> float:
     return (1 + _BACKWARD) * max(multiplications(eqn), moved)
 
 
-def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]) -> Any:
     jax_seams.check()
     form: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         out, out_form = jax.tree.flatten(whole(*jax.tree.unflatten(structure, leaves)))
         form[:] = [out_form]
         return out

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, variables
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Literal, nbytes, variables
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.jobs import Jobs
@@ -119,7 +119,7 @@ class Assembly:
         jobs = self.jobs
         needed: dict[Any, Devices | None] = {}
 
-        def need(var: Any, devices: Devices | None) -> None:
+        def need(var: Atom, devices: Devices | None) -> None:
             if isinstance(var, Literal):
                 return
             old = needed.get(var, frozenset())

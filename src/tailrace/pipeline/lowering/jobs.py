@@ -18,7 +18,7 @@ from typing import Any
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.control import as_scan, scan_of
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, variables
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, variables
 from tailrace.jaxprs.own_equations import has_role, unit_in
 from tailrace.jaxprs.stretches import makers, used_by
 from tailrace.jaxprs.walk import concerns_us
@@ -212,7 +212,7 @@ class Jobs:
                 if var in made and made[var] != who:
                     self._send(var, made[var], who)
 
-    def _send(self, var: Any, start: Who, end: Who) -> None:
+    def _send(self, var: Var, start: Who, end: Who) -> None:
         # A value that several units need travels once: it is added to each message on the way that
         # does not have it yet, and the units on the way read it there.
         here = start

@@ -85,7 +85,7 @@ class Ticking:
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
-        def tick(state: Tree, row: Any) -> Any:
+        def tick(state: Tree, row: Tree) -> Any:
             carry, emitted = dict(state[0]), state[1]
             for job in active:
                 kind, stage, _ = job.who
@@ -95,7 +95,9 @@ class Ticking:
                 if a.num_devices > 1:
                     mine = mine & (values.me == a.device(job.who))
 
-                def once(state: Tree, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
+                def once(
+                    state: Tree, job: Job = job, m: jax.Array = m, slot: jax.Array = slot
+                ) -> Any:
                     carry, emitted = state
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
@@ -155,7 +157,7 @@ class Ticking:
         used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
-        def run(carry: Tree, m: Any, slot: Any) -> Any:
+        def run(carry: Tree, m: jax.Array, slot: jax.Array) -> Any:
             frame = view.frame.inner(_blocks(elements, m))
             known = self._given(view, used)
             known.update((var, x[m]) for var, x in ahead.items() if var in used)
@@ -212,7 +214,7 @@ class Ticking:
         chosen = jobs.from_ahead
         start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
-        def one(carry: Tree, m: Any) -> Any:
+        def one(carry: Tree, m: jax.Array) -> Any:
             known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}
             frame = values.frame.inner(_blocks(elements, m))
             for index in jobs.ahead:
@@ -224,7 +226,7 @@ class Ticking:
         return dict(zip(chosen, stacked, strict=True)), dict(zip(jobs.loose, after, strict=True))
 
 
-def _blocks(elements: Tree, m: Any) -> dict[Any, Block]:
+def _blocks(elements: Tree, m: jax.Array) -> dict[Any, Block]:
     """The element of one microbatch, as a block to take."""
     return {
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
@@ -243,10 +245,10 @@ def _is_collected(key: object) -> bool:
     return isinstance(key, RawKey) and key[0].collect != "stack"
 
 
-def _kept(emitted: Emissions, made: Emissions, m: Any) -> Emissions:
+def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
     """The emissions of all microbatches, with those of one more added."""
 
-    def put(buffer: Any, new: Any) -> Any:
+    def put(buffer: jax.Array, new: jax.Array) -> Any:
         return lax.dynamic_update_index_in_dim(buffer, new, m, 0)
 
     after = Emissions(emitted)
