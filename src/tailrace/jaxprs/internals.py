@@ -72,7 +72,6 @@ __all__ = [
     "batching",
     "bind_again",
     "compiler_options",
-    "same_bits",
     "separate_kernels",
     "contents",
     "coordination_client",
@@ -441,16 +440,6 @@ def separate_kernels(platform: str) -> dict[str, str]:
     have more kernels than any program is never made; what the kernels compute is the same.
     """
     return {"xla_gpu_graph_min_graph_size": "2147483647"} if platform == "gpu" else {}
-
-
-def same_bits(platform: str) -> dict[str, bool]:
-    """Options by which a program gives the same bits each time that it runs.
-
-    On a GPU, scatters (the gradient of an embedding) add atomically, in an order that differs from run
-    to run; with this option XLA sorts them first. Kernels that are chosen by timing are another matter:
-    see `kernel_choices`.
-    """
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if platform == "gpu" else {}
 
 
 def _has_windows(equations: Iterable[JaxprEqn]) -> bool:

@@ -11,7 +11,7 @@ the observation, so iterations without one run in an inner loop:
 
     while i < count:
         while i < min(count, next look):  silent pass
-        while i < count, once:            pass with a look, row k of the buffers of looks
+        if i < count:                     pass with a look, row k of the buffers of looks
 
 The body is traced twice, once silent and once with a look, and never again: shapes are taken from the
 traced programs. Tracing it a third time for its shapes would double the work at each nesting level.
@@ -90,10 +90,9 @@ def run_counted(
             lambda state: state[0] < stop, silent, (index, carry, kept)
         )
         state = (index, number, carry, kept, looks)
-        # One pass, or none if the count ends before the next look. A loop, not a branch: on a GPU the
-        # branch copies the whole carry.
-        end = jnp.minimum(trip.count, stop + 1)
-        return lax.while_loop(lambda state: state[0] < end, look, state)
+        # The count may end before the next look. One branch per period costs little, and less than a
+        # loop of one pass or none (GPT-2 small on an H200: 0.26 and 0.37 ms a step at every(10)).
+        return lax.cond(index < trip.count, look, lambda state: state, state)
 
     _, _, carry, (ys, each), looks = lax.while_loop(
         lambda state: state[0] < trip.count, group, (start, start, init, kept, looks)

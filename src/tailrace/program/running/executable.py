@@ -12,7 +12,7 @@ import jax
 
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
-from tailrace.jaxprs.internals import Var, compiler_options, same_bits, separate_kernels
+from tailrace.jaxprs.internals import Var, compiler_options, separate_kernels
 from tailrace.program.running.compilations import Compilation, compiling
 from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.device_program import DeviceProgram
@@ -41,8 +41,6 @@ class Executable:
         stops = any(want.guard and not want.skips for want in piece.all_wanted)
         # Otherwise the carry is donated: a step then needs memory for one state, not for two.
         self._donated: tuple[int, ...] = () if stops else (0,)
-        # A replay compares fingerprints: the same program must give the same bits each time.
-        self._repeatable = any(want.digest for want in piece.all_wanted)
         self._intake = ElementIntake(
             self.segment, self.placement, self.elements, counted=self.counted
         )
@@ -77,16 +75,12 @@ class Executable:
                 arguments = self._arguments(state, staged, Numbers(0, 0))
                 lowered = self._program.jitted(self._donated).lower(*arguments)
                 platform = devices.platform()
-                options: dict[str, str | bool] = {
-                    **(compiler_options(self.segment.equations, platform) or {}),
-                    **(separate_kernels(platform) if self.separate else {}),
-                    **(same_bits(platform) if self._repeatable else {}),
-                }
+                options = compiler_options(self.segment.equations, platform)
+                if self.separate:
+                    options = {**(options or {}), **separate_kernels(platform)}
                 # Lowering is not cached, only compiling: the text that programs are found by is its
                 # result.
-                found = compiled_program(
-                    lowered, self.placement.device_ids, options or None, platform
-                )
+                found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
             self.compile_s = self.compilation.seconds

@@ -46,7 +46,7 @@ def choices_in(directory: Any, write: bool = False) -> Generator[None]:
         _kept.reset(token)
 
 
-def compiled(lowered: Any, options: dict[str, str | bool] | None, platform: str) -> Any:
+def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any:
     """The executable of a lowered program."""
     kept = _kept.get()
     if kept is None or platform not in ("gpu", "cuda"):
