@@ -18,6 +18,7 @@ from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
+from tailrace.runs.storage.attributes import unsealed
 from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -161,7 +162,7 @@ class Run:
         def read(name: str) -> np.ndarray:
             return read_rows(self.directory, "history", group, name, 0, count)
 
-        names = [str(name) for name in group.attrs["names"]]
+        names = [str(name) for name in unsealed(group.attrs)["names"]]
         arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
         if "loss" not in arrays:
             raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
