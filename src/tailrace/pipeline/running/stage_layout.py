@@ -137,8 +137,8 @@ class StageLayout(LoopLayout):
         # The rest is in no buffer: the loop leaves it alone, and all devices have it alike.
         for index in leaves.keys() - {i for i, number in enumerate(numbers) if number >= 0}:
             for var in variables(self._program.traced.jaxpr.outvars[index : index + 1]):
-                value = leaves[index]
-                alike = value[0] if np.ndim(value) > len(var.aval.shape) else value
+                value, form = leaves[index], jax.typeof(state.values[var])
+                alike = value[0] if np.ndim(value) > len(form.shape) else value
                 state.values[var] = self.placement.own(alike)
 
     def device_program(self, piece: Piece) -> PipelineProgram:
