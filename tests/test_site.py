@@ -1,30 +1,23 @@
 """The site: nothing public is missing from its reference, and what it quotes exists."""
 
-import doctest
-import importlib
-import importlib.util
 import os
 import pathlib
-import pkgutil
 import re
 import subprocess
 import sys
 import typing
 
-import jax
 import pytest
 
 import tailrace as tr
+from reference import NAMES, described, examples, run_as_pasted
+from reference import TEXT as REFERENCE
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
 MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
-NAMES = re.findall(
-    r"^\.\. auto(?:function|class|method):: tailrace\.([\w.]+)", REFERENCE, re.MULTILINE
-)
 EXTERNAL = {
     "https://docs.wandb.ai",
     "https://github.com/pytorch/torchtitan",
@@ -73,14 +66,6 @@ RESULTS = [
 ]
 
 
-def described(name: str) -> object:
-    """What a directive of the reference describes."""
-    try:
-        return pkgutil.resolve_name(f"tailrace:{name}")
-    except AttributeError:  # a module that nothing has imported yet
-        return pkgutil.resolve_name(f"tailrace.{name}")
-
-
 @pytest.mark.parametrize(("name", "members"), RESULTS)
 def test_what_a_function_returns_is_in_the_reference(name, members):
     function = described(name)
@@ -94,7 +79,7 @@ def test_what_a_function_returns_is_in_the_reference(name, members):
     assert members <= shown
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("keras.", "torch."))])
+@pytest.mark.parametrize("name", NAMES)
 def test_properties_are_described_without_a_colon(name):
     """Text before a colon is shown as a type: Napoleon reads `type: description`."""
     for member in vars(described(name)).values():
@@ -103,25 +88,7 @@ def test_properties_are_described_without_a_colon(name):
             assert ":" not in re.sub("`[^`]*`", "", first)
 
 
-def examples(name: str) -> list[doctest.DocTest]:
-    """The examples of a name and of its members, each in an empty namespace, as a reader pastes it."""
-    porch = name.partition(".")[0]
-    if porch in ("keras", "torch"):
-        if importlib.util.find_spec(porch) is None:
-            pytest.skip(f"{porch} is not installed")
-        importlib.import_module(f"tailrace.{porch}")  # before Keras, which then runs on JAX
-    value = described(name)
-    found = doctest.DocTestFinder().find(value, name, module=False, globs={})
-    return [test for test in found if test.examples]
-
-
-def run_as_pasted(test: doctest.DocTest) -> None:
-    with jax.numpy_dtype_promotion("standard"):
-        done = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test)
-    assert done.failed == 0
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("keras.")])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("keras.", "compat."))])
 def test_examples_of_the_reference_run_as_pasted(name, same_devices):
     for test in examples(name):
         run_as_pasted(test)
