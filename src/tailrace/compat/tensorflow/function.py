@@ -26,7 +26,7 @@ class Function:
 
     Args:
         function: the function inside.
-        input_signature: the dtypes of its arguments, as `tf.TensorSpec`s.
+        input_signature: the dtypes of its arguments, as `tf.TensorSpec` objects.
         autograph: whether its loops and branches over values of the device become the program's.
 
     Attributes:
@@ -129,7 +129,7 @@ def function(
 
     Args:
         func: the function; None in a decorator with arguments.
-        input_signature: the dtypes of its arguments, as `tf.TensorSpec`s.
+        input_signature: the dtypes of its arguments, as `tf.TensorSpec` objects.
         autograph: whether its loops and branches over values of the device become the program's.
         jit_compile: without effect: it is always compiled.
         **options: `reduce_retracing`, `experimental_...`: without effect.

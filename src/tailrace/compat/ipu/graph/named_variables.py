@@ -64,7 +64,7 @@ def get_variable(
     """The variable of this name; created if there is none yet. It may be called inside a program.
 
     Args:
-        name: its name, after those of the `variable_scope`s around.
+        name: its name, after the names of the scopes around.
         shape: its shape; None if the initializer is a value.
         dtype: its dtype; None: float32, or that of the value.
         initializer: a value, or a function of shape and dtype. None: that of the scope around, or
