@@ -36,12 +36,18 @@ def library(name: str) -> str | None:
     return next(found, None)
 
 
+def is_installed(name: str) -> bool:
+    """Whether the library that a name needs is there."""
+    needed = library(name)
+    return needed is None or importlib.util.find_spec(needed) is not None
+
+
 def described(name: str) -> object:
     """What a directive of the reference describes; a skip if its library is not installed."""
     needed = library(name)
+    if not is_installed(name):
+        pytest.skip(f"{needed} is not installed")
     if needed is not None:
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
         importlib.import_module(f"tailrace.{needed}")  # before Keras, which then runs on JAX
     if name.startswith("compat."):  # a package may have a function of the name of one of its files
         importlib.import_module(".".join(["tailrace", *name.split(".")[:2]]))

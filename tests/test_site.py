@@ -1,5 +1,6 @@
 """The site: nothing public is missing from its reference, and what it quotes exists."""
 
+import inspect
 import os
 import pathlib
 import re
@@ -10,7 +11,7 @@ import typing
 import pytest
 
 import tailrace as tr
-from reference import NAMES, described, examples, run_as_pasted
+from reference import NAMES, described, examples, is_installed, run_as_pasted
 from reference import TEXT as REFERENCE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -77,6 +78,59 @@ def test_what_a_function_returns_is_in_the_reference(name, members):
     named = set(listed[1].strip().split(", ")) - {""} if listed else set()
     shown = named or (set(vars(returned)) if listed else set())
     assert members <= shown
+
+
+NOT_DESCRIBED = {
+    "Deferred",
+    "Model",
+    "Option",
+    "Patience",
+    "Returned",
+    "Staged",
+    "Staging",
+    "Timetable",
+    "Wanted",
+    "_Phased",
+}
+"""What methods return that the engine calls, and bases of what is described."""
+
+
+def returned_by(name):
+    """The classes of ours that a name returns, or one of its methods and properties."""
+    value = described(name)
+    if inspect.isfunction(value):
+        yield from ours_in(value)
+    for member in vars(value).values() if isinstance(value, type) else ():
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        if inspect.isfunction(function) and not function.__name__.startswith("_"):
+            yield from ours_in(function)
+
+
+def ours_in(function):
+    """The classes of ours in what a function is said to return."""
+    try:
+        waiting = [typing.get_type_hints(function).get("return")]
+    except (
+        NameError
+    ):  # named for type checkers only: the pictures of a run, the trainer of a callback
+        return
+    while waiting:
+        kind = waiting.pop()
+        waiting += typing.get_args(kind)
+        if isinstance(kind, type) and kind.__module__.startswith("tailrace."):
+            yield kind
+
+
+def test_everything_that_is_returned_is_in_the_reference():
+    installed = [name for name in NAMES if is_installed(name)]
+    found = {id(described(name)) for name in installed}
+    missing = {
+        f"{name}: {kind.__qualname__}"
+        for name in installed
+        for kind in returned_by(name)
+        if id(kind) not in found and kind.__name__ not in NOT_DESCRIBED
+    }
+    assert missing == set()
 
 
 @pytest.mark.parametrize("name", NAMES)

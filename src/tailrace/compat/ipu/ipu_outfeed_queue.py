@@ -48,7 +48,17 @@ _NEVER = object()
 
 
 class Enqueued(Operation):
-    """What `enqueue` returns: an operation, and the values sent, for code that goes on with them."""
+    """What `enqueue` returns: an operation, and the values sent, for code that goes on with them.
+
+    Args:
+        values: the values.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> program = ipu.ipu_compiler.compile(lambda x: outfeed.enqueue([x, x + 1])[1], [1.0])
+    >>> program()[0].item()
+    2.0
+    """
 
     def __init__(self, values: Tree) -> None:
         super().__init__("outfeed enqueue")

@@ -16,7 +16,11 @@ from tailrace.compat.tensorflow.variables import Module
 
 
 class Status:
-    """What `restore` returns; everything has been restored by then."""
+    """What `Checkpoint.restore` returns; everything has been restored by then.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> _ = tf.train.Checkpoint(w=tf.Variable(2.0)).restore(None).expect_partial()
+    """
 
     def expect_partial(self) -> Status:
         """Without effect."""
