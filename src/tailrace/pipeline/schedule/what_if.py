@@ -28,8 +28,14 @@ class Case:
     """One answer of `what_if`: a plan and what it would cost, or why it cannot be.
 
     Attributes:
-        stages, devices, schedule, mode, microbatches, cut: the question.
-        plan, simulation: the answer; None where the schedule cannot run.
+        stages: how many stages.
+        devices: how many devices.
+        schedule: the schedule.
+        mode: how devices keep step.
+        microbatches: how many microbatches.
+        cut: where the layers are cut.
+        plan: the plan; None where the schedule cannot run.
+        simulation: what it would cost; None where the schedule cannot run.
         speedup: how much faster than all layers on one device, for the same microbatches.
         stash_bytes: on the device that holds most, if sizes were given.
         problem: why there is no answer, or None.
