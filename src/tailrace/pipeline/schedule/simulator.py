@@ -54,8 +54,8 @@ class SimulationMode(StrEnum):
 class Simulation:
     """A predicted execution. Times are in the unit of the times that were given.
 
-    In lockstep, the phases are the plan's; running freely, ramp-up lasts until the last device starts and
-    ramp-down begins when the first device has finished its last unit.
+    In lockstep, the phases are the plan's; running freely, ramp-up lasts until the last device starts
+    and ramp-down begins when the first device has finished its last unit.
 
     Attributes:
         mode: how devices are synchronized.
