@@ -160,7 +160,8 @@ def _refuse(obj: Any) -> NoReturn:
     shown = repr(obj)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     what = "None" if obj is None else f"a {type(obj).__name__}: {shown}"
-    raise DataError(f"This is not a dataset. Received: {what}. {ACCEPTED}")
+    instead = getattr(type(obj), "instead_of_a_dataset", ACCEPTED)
+    raise DataError(f"This is not a dataset. Received: {what}. {instead}")
 
 
 def _refuse_arrays(obj: Any) -> None:

@@ -59,6 +59,12 @@ class InfeedQueue(Feed):
     dtype('float32')
     """
 
+    instead_of_a_dataset = (
+        "A queue feeds the loops of tr.compile; fit, evaluate and predict make one of their own. Give "
+        "the dataset itself, which the queue has as .dataset."
+    )
+    """What `as_dataset` says where a queue is given as a dataset."""
+
     def __init__(
         self,
         dataset: Any,

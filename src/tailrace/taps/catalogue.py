@@ -72,6 +72,7 @@ class Catalogue(Sequence[Entry]):
     """The tensors of a step; prints as a table.
 
     >>> import numpy as np
+    >>> from tailrace.taps.catalogue import Catalogue, Entry
     >>> c = Catalogue([Entry("grad/w", "grad", (3, 2), np.dtype("float32"), source="model.py:7")])
     >>> print(c)
     name    shape  dtype    source

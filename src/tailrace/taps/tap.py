@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
@@ -166,6 +167,8 @@ class StopOnNonfinite:
                 f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
             )
         check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
+        if self.bundle is not None:
+            check_path("bundle", self.bundle)
 
     @property
     def skips(self) -> bool:

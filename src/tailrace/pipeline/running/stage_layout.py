@@ -132,8 +132,15 @@ class StageLayout(LoopLayout):
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the carry, by their index in the tree; devices without them do nothing."""
-        given = {self._numbers[index]: value for index, value in leaves.items()}
-        self._buffers.replace(state, given)
+        numbers = self._numbers
+        inside = {numbers[i]: value for i, value in leaves.items() if numbers[i] >= 0}
+        self._buffers.replace(state, inside)
+        # The rest is in no buffer: the loop leaves it alone, and all devices have it alike.
+        for index in leaves.keys() - {i for i, number in enumerate(numbers) if number >= 0}:
+            for var in variables(self._program.traced.jaxpr.outvars[index : index + 1]):
+                value, form = leaves[index], jax.typeof(state.values[var])
+                alike = value[0] if np.ndim(value) > len(form.shape) else value
+                state.values[var] = self.placement.own(alike)
 
     def device_program(self, piece: Piece) -> PipelineProgram:
         """The program of a piece of the loop: one for all devices."""

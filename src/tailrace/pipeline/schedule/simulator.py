@@ -54,12 +54,16 @@ class SimulationMode(StrEnum):
 class Simulation:
     """A predicted execution. Times are in the unit of the times that were given.
 
+    In lockstep, the phases are the plan's; running freely, ramp-up lasts until the last device starts
+    and ramp-down begins when the first device has finished its last unit.
+
     Attributes:
         mode: how devices are synchronized.
-        total: the time of the whole execution, with the update.
-        ramp_up, steady, ramp_down, update: its parts. In lockstep, the phases are the plan's; running
-            freely, ramp-up lasts until the last device starts and ramp-down begins when the first
-            device has finished its last unit.
+        total: the whole execution, with the update.
+        ramp_up: the time of the ramp-up.
+        steady: the time between ramp-up and ramp-down.
+        ramp_down: the time of the ramp-down.
+        update: the time of the update.
         devices: the devices, in order.
         work: the busy time of each.
     """

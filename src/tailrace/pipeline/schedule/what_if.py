@@ -28,9 +28,15 @@ class Case:
     """One result of `what_if`: a plan and its predicted cost, or why it is impossible.
 
     Attributes:
-        stages, devices, schedule, mode, microbatches, cut: the question.
-        plan, simulation: the answer; None where the schedule cannot run.
-        speedup: the speedup over all layers on one device, for the same microbatches.
+        stages: how many stages.
+        devices: how many devices.
+        schedule: the schedule.
+        mode: how devices are synchronized.
+        microbatches: how many microbatches.
+        cut: where the layers are cut.
+        plan: the plan; None where the schedule cannot run.
+        simulation: what it would cost; None where the schedule cannot run.
+        speedup: how much faster than all layers on one device, for the same microbatches.
         stash_bytes: on the device with the most, if sizes were given.
         problem: why there is no result, or None.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import check_path
 from tailrace.errors import OptionError
 from tailrace.messages import logger
 from tailrace.profiling.programs.device_operations import (
@@ -41,7 +42,7 @@ class Trace:
         executions: range | None,
         operations: int | None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = check_path("trace", directory)
         self.path: Path | None = None
         self.cost: Cost | None = None
         self.runs: tuple[ProgramRun, ...] = ()
