@@ -126,6 +126,7 @@ def _differentiated(
         structure[:] = [form]
         return [*outputs, *residuals]
 
+    # With calls inlined: `select` weighs single operations, also those inside of a layer's `jit`.
     closed = opened(jax.make_jaxpr(forward)(*forms), forms)
     residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 
@@ -181,7 +182,7 @@ def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any,
     def run(inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
         known = dict(zip(piece.inputs, inputs, strict=True))
         for part in parts:
-
+            # The part as a default: a closure would see only the last one of the loop.
             def once(values: Sequence[Any], part: Piece = part) -> list[Any]:
                 made = part.run(values, consts)
                 return [made[v] for v in part.outputs]
