@@ -224,6 +224,7 @@ def cost_of(eqn: JaxprEqn) -> float:
         return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
     if is_mark(eqn):
         return 0.0
+    # A device computes and moves at the same time: the slower of the two is the cost.
     moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
     return (1 + _BACKWARD) * max(multiplications(eqn), moved)
 
@@ -238,6 +239,7 @@ def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]
         return out
 
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
+    # Inside of a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
     if is_tracing():
         return jax.make_jaxpr(flat)(*shapes), form[0]
     with tracing(ProgramTrace()):
@@ -320,7 +322,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
             jax.block_until_ready(both(*values))
             times.append(time.perf_counter() - started)
         seconds.append(min(times))
-        # The next stage is measured on real values: NaN or denormal ones would change its time.
+        # So that the next stage is measured on real values: NaN or denormal ones would change its time.
         known.update(zip(ends, outputs, strict=True))
     return seconds
 

@@ -130,6 +130,7 @@ class Layout:
         self.buffers = []
         for number, (place, count) in enumerate(sizes.items()):
             found = shapes[number]
+            # A shared buffer (number 0) stays flat: several values of one shape may be in it.
             shape = next(iter(found)) if len(found) == 1 and place[-1] else ()
             self.buffers.append(jax.ShapeDtypeStruct(shape or (count,), place[0]))
         self.each = [place[1] for place in sizes]

@@ -66,7 +66,7 @@ class Jobs:
     Attributes:
         index: the index of the loop over microbatches in the body of that loop.
         loop: its equation.
-        body: of it.
+        body: its body.
         microbatches: the number of microbatches per step.
         sizes: the number of members of each stage.
         carry_in: the variables of carried values at the start of a microbatch; `carry_out` at its end.
@@ -102,6 +102,8 @@ class Jobs:
             if who != AHEAD:
                 self.jobs[who].equations.append(index)
         self._made: dict[Any, int] = makers(self.body.eqns)
+        # In this order: carried values get their owners, or are computed ahead; free equations are
+        # copied to the units that need them; only what a unit still lacks has to be sent there.
         self._own_carried()
         self._run_ahead()
         self._copy_free_equations()

@@ -73,6 +73,8 @@ class Ticking:
             "stash": stash,
             "out": [channel.layout.zeros() for channel in a.channels],
         }
+        # Messages wait one tick: what is sent at the end of a tick is read in the next. On one device
+        # there is nothing to send, and the receiver reads the sender's buffer.
         if a.num_devices > 1:
             carry["in"] = [channel.layout.zeros() for channel in a.channels]
         bodies = {}
@@ -102,6 +104,7 @@ class Ticking:
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
 
+                # Profiles find a unit by this scope; see `profiling/programs/tick_times.py`.
                 with jax.named_scope(unit_scope(*job.who)):
                     carry, emitted = once_if(mine, once, (carry, emitted))
             if a.num_devices > 1:
@@ -161,7 +164,7 @@ class Ticking:
             frame = view.frame.inner(_blocks(elements, m))
             known = self._given(view, used)
             known.update((var, x[m]) for var, x in ahead.items() if var in used)
-            known[body.invars[-1]] = m
+            known[body.invars[-1]] = m  # the loop's counter: a job counts microbatches, not ticks
             carried, stash = list(carry["carried"]), list(carry["stash"])
             out = [list(buffers) for buffers in carry["out"]]
             # On one device a message is read from where it was written.
