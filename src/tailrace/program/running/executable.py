@@ -185,10 +185,11 @@ class Executable:
     ) -> dict[Hashable, Emission]:
         """The emissions, without the rows that were not computed."""
         first, axis = numbers.first_step + numbers.offset, int(self.placement.replicas > 1)
+        full = numbers.count == self.length
         found = {}
         for key, emission in emissions.items():
             period = self._program.rows.get(key)
-            if period is not None:
+            if period is not None and not (full and period == 1):
                 made = len(looks_between(first, numbers.count, period))
                 if not made and period > 1:
                     continue  # no observed step in this dispatch
