@@ -187,9 +187,7 @@ def _is_array(obj: Any) -> bool:
 
 def _are_unlike_arrays(members: list[Any]) -> bool:
     # [images, labels]: not a stream, since all elements of a stream have the same shape.
-    kinds = {
-        (tuple(a.shape), str(a.dtype)) for a in members if _is_array(a) and hasattr(a, "shape")
-    }
+    kinds = {(tuple(a.shape), a.dtype) for a in members if _is_array(a) and hasattr(a, "shape")}
     return len(kinds) > 1 and all(_is_array(member) for member in members)
 
 

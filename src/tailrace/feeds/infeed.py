@@ -50,7 +50,7 @@ class InfeedQueue(Feed):
             limit. A wait of more than 30 s is logged in any case.
 
     Raises:
-        OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
+        OptionError: `prefetch`, `resident` or `timeout_s` has an invalid value.
         DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
 
     >>> import tailrace as tr

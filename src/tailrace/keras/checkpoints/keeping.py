@@ -77,6 +77,7 @@ class Keeping:
         number: the index of the fit among those of the model with checkpoints.
         at_epochs: whether they are taken only at the ends of epochs.
         removed: whether they are removed once the fit has ended.
+        backup: the callback of Keras that asked for them, whose counters go on; None without one.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Keeping:
         number: int,
         at_epochs: bool = False,
         removed: bool = False,
+        backup: Any = None,
     ) -> None:
-        self.interrupts = Interrupts()
+        self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
@@ -217,8 +219,8 @@ class Keeping:
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """The saved states of the callbacks; empty if the fit starts, or has ended."""
-        if self._note is None or self.finished:
+        """The saved states of the callbacks; empty if the fit starts."""
+        if self._note is None:
             return []
         return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
 

@@ -12,10 +12,19 @@ from tailrace.data.trees import Tree
 
 
 class Operation:
-    """Something done; a body or a stage may return it behind its tensors.
+    """Something that a program does, without a value; bodies and stages may return it, after tensors.
 
     In the original it had to be returned, or it was not done. Here calling what makes it is enough.
-    On the host, calling an operation does it (`initializer`, `deleter`: they have been done by then).
+    `initializer` and `deleter` of a feed have been done when they are read.
+
+    Args:
+        name: what it is called.
+        action: what calling it on the host does; None: nothing.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> outfeed.deleter
+    <Operation outfeed deleter>
     """
 
     def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:

@@ -178,6 +178,14 @@ def print_(*inputs: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def control_dependencies(control_inputs: Any) -> Iterator[None]:
-    """Without effect: what is written first is done first."""
+    """Without effect: what is written first is done first.
+
+    Args:
+        control_inputs: without effect.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> with tf.control_dependencies([]):
+    ...     pass
+    """
     del control_inputs
     yield

@@ -34,7 +34,19 @@ from tailrace.jaxprs.marks import is_tracing
 
 
 class Placeholder(Deferred):
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given; made by `placeholder`.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape.
+        name: its name.
+        default: the value in runs that are given none.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32, [2], "x")
+    >>> x.shape.as_list()
+    [2]
+    """
 
     def __init__(
         self,
@@ -58,22 +70,57 @@ class Placeholder(Deferred):
 
 
 def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Placeholder:
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32)
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(x + 1, feed_dict={x: 2.0}))
+    3.0
+    """
     return Placeholder(dtype, shape, name)
 
 
 def placeholder_with_default(
     input: TensorLike, shape: ShapeLike, name: str | None = None
 ) -> Placeholder:
-    """The same, with a value for runs that are given none."""
+    """A placeholder with a value for runs that are given none.
+
+    Args:
+        input: the value.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> rate = tf.placeholder_with_default(0.5, [])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(rate * 2))
+    1.0
+    """
     return Placeholder(np.asarray(input).dtype, shape, name, input)
 
 
 class Session:
-    """Runs what was described.
+    """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
+
+    Variables have their values when they are created, so initializers do nothing.
 
     Args:
-        target: without effect, as are `graph` and `config`.
+        target: without effect.
+        graph: the graph whose variables it sees; None: the one around.
+        config: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> program = ipu.ipu_compiler.compile(lambda x: x + 1, inputs=[1.0])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(program)[0])
+    2.0
     """
 
     def __init__(self, target: str = "", graph: Any = None, config: Any = None) -> None:
@@ -109,6 +156,9 @@ class Session:
             feed_dict: values of placeholders.
             options: without effect.
             run_metadata: without effect.
+
+        Raises:
+            IPURuntimeError: a placeholder has no value.
         """
         del options, run_metadata
         feed = Feed(
@@ -153,10 +203,17 @@ def _host(value: TensorLike) -> Any:
 
 
 class Graph:
-    """What a session runs: here the variables that `get_variable` makes in it.
+    """What a session runs: here the variables that `get_variable` creates in it.
 
     Args:
         outermost: whether it is the graph that programs have without making one.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print([variable.name for variable in tf.global_variables()])
+    ['w']
     """
 
     def __init__(self, outermost: bool = False) -> None:
@@ -178,7 +235,11 @@ class Graph:
             _graphs.reset(token)
 
     def device(self, name: object) -> Any:
-        """Without effect."""
+        """Without effect.
+
+        Args:
+            name: without effect.
+        """
         del name
         return contextlib.nullcontext()
 
@@ -193,12 +254,27 @@ _graphs: contextvars.ContextVar[Graph] = contextvars.ContextVar(
 
 
 def get_default_graph() -> Graph:
-    """The graph around."""
+    """The graph around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     print(tf.get_default_graph() is graph)
+    True
+    """
     return _graphs.get()
 
 
 def reset_default_graph() -> None:
-    """Forget the variables of the graph around."""
+    """Forget the variables of the graph around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     tf.reset_default_graph()
+    ...     print(tf.global_variables())
+    []
+    """
     forget_variables()
 
 
@@ -208,6 +284,12 @@ def get_collection(key: str, scope: str | None = None) -> list[Variable]:
     Args:
         key: `tf.GraphKeys.GLOBAL_VARIABLES` or `TRAINABLE_VARIABLES`; others are empty.
         scope: what their names begin with.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print(len(tf.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)))
+    1
     """
     found = {"variables": global_variables, "trainable_variables": trainable_variables}
     variables = found[key]() if key in found else []
@@ -227,7 +309,12 @@ def assignment(method: str) -> Callable[..., Any]:
 
 
 def global_variables_initializer() -> Operation:
-    """An operation that does nothing: variables have their values when they are made."""
+    """An operation that does nothing: variables have their values when they are created.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     sess.run(tf.global_variables_initializer())
+    """
     return Operation("global variables initializer")
 
 
