@@ -247,6 +247,7 @@ def configure_ipu_system(
         reset_ipu_configuration()
     found = devices.available()
     groups = _groups(config, found)
+    # A copy: changing `config` afterwards configures nothing.
     _system = _System(IPUConfig.from_dict(config.to_dict()), groups, devices.chosen())
     devices.use(groups[0])
     for name, option, value in config.options():
