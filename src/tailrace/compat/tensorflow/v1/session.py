@@ -186,7 +186,7 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, list | tuple):
         return type(fetch)(_fetched(value, feed, steps) for value in fetch)
     if isinstance(fetch, CompiledOp):
-        if id(fetch) not in feed:
+        if id(fetch) not in feed:  # fetched twice in one run, it runs once, as in TensorFlow
             feed[id(fetch)] = jax.tree.map(_host, fetch(*evaluated(fetch.inputs, feed)))
         return feed[id(fetch)]
     if isinstance(fetch, Deferred):
