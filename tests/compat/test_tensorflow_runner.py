@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from benchmarks.originals import blocks, contexts, imports, reports
+from benchmarks.originals import blocks, contexts, imports, reports, squad
 from benchmarks.originals.__main__ import Outcome, row
 from benchmarks.originals.plain import anything
 from benchmarks.originals.programs import Program, programs
@@ -160,6 +160,42 @@ def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch)
     )
     monkeypatch.setitem(contexts.CONTEXTS, "# A title", context)
     assert blocks.run(text, tmp_path) == (4, 4)
+
+
+def test_questions_in_the_form_of_squad():
+    found = squad.load_dataset("squad")
+    train = found["train"]
+    row = train[10016]  # real data have more rows: these begin again
+    assert row == train[10016 % len(train)]
+    start = row["answers"]["answer_start"][0]
+    assert row["context"][start:].startswith(row["answers"]["text"][0])
+    twice = train.map(lambda rows: {"id": rows["id"] * 2, "n": [1] * (2 * len(rows["id"]))})
+    assert (len(twice), twice.remove_columns(["n"]).column_names) == (2 * len(train), ["id"])
+    right = [{"id": one["id"], "prediction_text": one["answers"]["text"][0]} for one in train]
+    wrong = [{**one, "prediction_text": ""} for one in right]
+    compute = squad.load_metric("squad").compute
+    assert compute(predictions=right, references=list(train)) == {"exact_match": 100.0}
+    assert compute(predictions=wrong, references=list(train)) == {"exact_match": 0.0}
+
+
+def test_a_plain_loss_that_is_named_and_not_the_last_result():
+    torch = pytest.importorskip("torch")
+    from benchmarks.originals.plain import anything, poptorch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            loss = poptorch.identity_loss(self.weight * x, reduction="mean")
+            return poptorch.recomputationCheckpoint(loss), x
+
+    model = Model()
+    training = poptorch.trainingModel(model, None, torch.optim.SGD(model.parameters(), lr=0.5))
+    training(torch.tensor([1.0, 3.0]))
+    assert model.weight.item() == 1.0 - 0.5 * 2.0
+    assert int(anything.SubgraphCopyingStrategy.JustInTime) == 0
 
 
 def test_the_plain_poptorch_trains_as_the_original_says():

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
@@ -48,6 +49,8 @@ class Function:
         Raises:
             ProgramError: a loop or branch over device values could not be rewritten.
         """
+        if describing():
+            return deferred_call(self, args, kwargs)
         args = self._checked(args)
         try:
             if current() is not None or recording() is not None:

@@ -25,6 +25,11 @@ class Operation:
         """Do it."""
         return None if self._action is None else self._action()
 
+    def run(self, feed_dict: Any = None, session: Any = None) -> None:
+        """Do it."""
+        del feed_dict, session
+        self()
+
     def __repr__(self) -> str:
         return f"<Operation {self.name}>"
 
