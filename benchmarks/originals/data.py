@@ -146,7 +146,9 @@ def supply_transformers() -> None:
     import torch
     import transformers
 
-    paths = [path for ending in ("txt", "py") for path in sorted(pathlib.Path().glob(f"*.{ending}"))]
+    paths = [
+        path for ending in ("txt", "py") for path in sorted(pathlib.Path().glob(f"*.{ending}"))
+    ]
     texts = " ".join([*(path.read_text().lower() for path in paths), *squad.PEOPLE, *squad.TOWNS])
     words = sorted(set(re.findall(r"\w+|[^\w\s]", texts)))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]

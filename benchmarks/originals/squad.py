@@ -42,7 +42,7 @@ class Dataset:
         """A function of all rows together, by column."""
         made = function({name: self[name] for name in self.column_names})
         count = len(next(iter(made.values())))
-        return Dataset([{name: made[name][i] for name in made.keys()} for i in range(count)])
+        return Dataset([{name: made[name][i] for name in made} for i in range(count)])
 
     def remove_columns(self, names: Sequence[str]) -> Dataset:
         """The same without some columns."""

@@ -14,6 +14,7 @@ from tailrace.compat import tensorflow as compat  # noqa: E402
 from tailrace.compat.ipu.errors import IPURuntimeError  # noqa: E402
 from tailrace.compat.ipu.graph.deferred import describe_everywhere  # noqa: E402
 from tailrace.compat.ipu.graph.named_variables import forget_variables  # noqa: E402
+from tailrace.errors import OptionError  # noqa: E402
 
 X = np.float32([[1.0, -2.0], [0.5, 3.0]])
 
@@ -247,7 +248,7 @@ def test_results_of_a_program_by_number(whole_process):
         assert sess.run(twice, {x: 4.0}) == 8.0
     assert len(runs) == traces
     with pytest.raises(IPURuntimeError, match=r"Take them by number: .*compile\(\.\.\.\)\[0\]"):
-        (only,) = program
+        (_only,) = program
 
 
 def test_what_a_program_uses_without_being_given_it(whole_process):
@@ -268,6 +269,52 @@ def test_gradients_outside_of_a_graph_are_refused():
     w = compat.Variable(2.0)
     with pytest.raises(IPURuntimeError, match=r"tf.gradients is for graphs.*disable_v2_behavior"):
         v1.gradients(w * w, [w])
+
+
+def test_layers_by_name(whole_process):
+    """TensorFlow itself has no `tf.layers` any more: Keras' layers are what they were."""
+    from keras import layers
+
+    x, ones = v1.placeholder(compat.float32, [None, 6, 6, 2]), v1.ones_initializer()
+    tf = v1.layers
+    h = tf.conv2d(x, 3, 3, strides=2, activation=v1.nn.relu, kernel_initializer=ones)
+    h = tf.average_pooling2d(tf.max_pooling2d(h, 2, 1), (1, 1), (1, 1), padding="same")
+    h = tf.dense(tf.flatten(h), 3, kernel_initializer=ones, bias_initializer=ones)
+    y = tf.dense(tf.dropout(h), 3, kernel_initializer=ones, use_bias=False)  # another one
+    with v1.variable_scope("again"):
+        z = tf.dense(tf.dense(y, 3, name="a"), 3, name="a", reuse=True)
+    names = sorted(variable.name for variable in v1.global_variables())
+    expected = ["again/a/bias", "again/a/kernel", "conv2d/bias", "conv2d/kernel", "dense/bias"]
+    assert names == [*expected, "dense/kernel", "dense_1/kernel"]
+    assert z.shape == (None, 3)
+    data = np.arange(144, dtype=np.float32).reshape(2, 6, 6, 2) / 100
+    wanted = layers.Conv2D(3, 3, 2, activation="relu", kernel_initializer="ones")(data)
+    wanted = layers.Flatten()(layers.MaxPooling2D(2, 1)(wanted))
+    wanted = layers.Dense(3, kernel_initializer="ones", bias_initializer="ones")(wanted)
+    wanted = layers.Dense(3, kernel_initializer="ones", use_bias=False)(wanted)
+    with v1.Session() as sess:
+        assert_close(sess.run(y, {x: data}), np.asarray(wanted))
+    with pytest.raises(OptionError, match=r"tf.layers.dropout\(training=...\) is True or False"):
+        tf.dropout(y, training=v1.placeholder(compat.bool, []))
+
+
+def test_layers_in_a_program_have_names_of_their_own(whole_process):
+    """A program is traced more than once: its second layer must not become a third, or the first."""
+
+    def net(x):
+        def body(x):
+            return v1.layers.dense(v1.layers.dense(x, 3), 3)
+
+        return ipu.loops.repeat(2, body, [x])
+
+    x = v1.placeholder(compat.float32, [2, 3])
+    program = ipu.ipu_compiler.compile(net, [x])
+    with v1.Session() as sess:
+        found = sess.run(program, {x: np.ones((2, 3))})[0]
+        names = [variable.name for variable in v1.global_variables()]
+        first, second = (sess.run(v1.get_variable(f"{n}/kernel")) for n in ("dense", "dense_1"))
+    assert names == ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"]
+    assert_close(found, np.ones((2, 3), np.float32) @ first @ second @ first @ second)
 
 
 def test_a_tape_in_a_graph(whole_process):

@@ -17,7 +17,7 @@ from tailrace.compat.ipu.errors import (
     IPUValueError,
     OutOfRangeError,
 )
-from tailrace.compat.ipu.graph.deferred import Deferred, Feed, evaluated
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, evaluated, later
 from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.result import Result
@@ -248,6 +248,9 @@ class _Version:
         out = evaluate(closed, jax.tree.leaves((values, inputs)))
         return jax.tree.unflatten(jax.tree.structure(form), out)
 
+
+later["discover"] = discover
+later["compiled"] = lambda computation: CompiledOp(computation, [], plain=True)
 
 _FOREIGN = (
     "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "

@@ -13,6 +13,33 @@ from tailrace.compat.ipu.graph.state import current
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import is_tracing
 
+later: dict[str, Callable[..., Any]] = {}
+"""Functions of files that come after this one, which put them here: how a function is looked through,
+and how it becomes a program."""
+
+
+class Operation:
+    """What has no value, and is done; a body or a stage may return it behind its tensors.
+
+    In the original it had to be returned, or it was not done. Here calling what makes it is enough.
+    On the host, calling an operation does it (`initializer`, `deleter`).
+    """
+
+    def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:
+        self.name, self._action = name, action
+
+    def __call__(self) -> Any:
+        """Do it."""
+        return None if self._action is None else self._action()
+
+    def run(self, feed_dict: Any = None, session: Any = None) -> None:
+        """Do it."""
+        del feed_dict, session
+        self()
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name}>"
+
 
 class Feed(dict[int, Any]):
     """The values of placeholders, by their identity, and everything computed from them so far.
@@ -87,8 +114,6 @@ class Deferred:
 
     def _form(self, unknown: int) -> Any:
         """What it is where lengths of placeholders that are not known have this one."""
-        from tailrace.compat.ipu.graph.discovery import discover  # it looks at variables, after these
-
         found: list[Any] = []
 
         def look() -> int:
@@ -97,7 +122,7 @@ class Deferred:
                 found[:] = [self.value(feed)]
             return 0
 
-        discover(look, [])  # a trace: nothing is computed or changed
+        later["discover"](look, [])  # a trace: nothing is computed or changed
         return found[0]
 
     def __getitem__(self, key: Any) -> Any:
@@ -141,14 +166,12 @@ class Step(Deferred):
         return self._programs[keys](*feed.fed.values())
 
     def _program(self, keys: tuple[int, ...]) -> Callable[..., Any]:
-        from tailrace.compat.ipu.ipu_compiler import CompiledOp  # which deferred values come before
-
         def computation(*values: Any) -> Any:
             feed = Feed(zip(keys, values, strict=True))
             with computing(feed):
                 return self._action(feed)
 
-        return CompiledOp(computation, [], plain=True)
+        return later["compiled"](computation)
 
 
 def _both_ways(name: str) -> None:
@@ -177,7 +200,9 @@ def deferred_call(
         return evaluated(out, feed)  # a branch may return what was described before
 
     feed = running()
-    return Deferred(compute, getattr(function, "__name__", "call")) if feed is None else compute(feed)
+    return (
+        Deferred(compute, getattr(function, "__name__", "call")) if feed is None else compute(feed)
+    )
 
 
 def evaluated(nest: Tree, feed: Feed) -> Any:
@@ -201,7 +226,9 @@ def value_now(value: object) -> Any:
 # -- whether something is described or computed ---------------------------------------------------
 
 _everywhere = [False]
-_in_graph: contextvars.ContextVar[bool] = contextvars.ContextVar("tensorflow_in_graph", default=False)
+_in_graph: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tensorflow_in_graph", default=False
+)
 _running: contextvars.ContextVar[tuple[Feed, Any] | None] = contextvars.ContextVar(
     "tensorflow_running", default=None
 )

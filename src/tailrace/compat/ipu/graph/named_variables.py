@@ -137,6 +137,15 @@ def variable_scope(
         _around.reset(token)
 
 
+def free_scope(name: str) -> str:
+    """This name, or the next with a number, that no variable of the scope around is in."""
+    number, free = 0, name
+    while any(full.startswith(f"{_joined(_around.get().name, free)}/") for full in _store.get()):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
 def get_variable_scope() -> VariableScope:
     """The scope around."""
     return _around.get()

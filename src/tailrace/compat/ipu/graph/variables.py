@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
+    Operation,
     current_session,
     deferred_call,
     describing,
@@ -167,8 +168,6 @@ class Variable:
     @property
     def initializer(self) -> Any:
         """An operation that does the same."""
-        from tailrace.compat.ipu.graph.operations import Operation  # which knows variables
-
         return Operation(f"initializer of {self.name}", self.reset)
 
     def initialized_value(self) -> Any:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
-from tailrace.compat.tensorflow import host
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
     control_inputs,
@@ -18,6 +16,8 @@ from tailrace.compat.ipu.graph.deferred import (
     describing,
 )
 from tailrace.compat.ipu.graph.state import is_variable
+from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
+from tailrace.compat.tensorflow import host
 from tailrace.data.array_like import TensorLike
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}

@@ -17,6 +17,7 @@ from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
 from tailrace.compat.tensorflow.v1 import decays as _decays  # noqa: F401  (fills the table)
 from tailrace.compat.tensorflow.v1 import gradients as _gradients  # noqa: F401
+from tailrace.compat.tensorflow.v1 import layers as _layers
 from tailrace.compat.tensorflow.v1 import losses as _losses  # noqa: F401
 from tailrace.compat.tensorflow.v1 import optimizers as _optimizers
 from tailrace.compat.tensorflow.v1 import saver as _saver
@@ -96,6 +97,7 @@ GraphKeys = _Namespace(
     },
 )
 losses = _Namespace("compat.v1.losses")
+layers = _Namespace("compat.v1.layers", _layers.LAYERS)
 logging = _Namespace(
     "compat.v1.logging",
     {"set_verbosity": _nothing, **dict.fromkeys(("DEBUG", "INFO", "WARN", "ERROR", "FATAL"), 0)},
