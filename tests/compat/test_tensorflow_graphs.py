@@ -11,7 +11,12 @@ real = pytest.importorskip("tensorflow")
 import tailrace.compat.tensorflow.compat.v1 as v1  # noqa: E402
 from tailrace.compat import ipu  # noqa: E402
 from tailrace.compat import tensorflow as compat  # noqa: E402
-from tailrace.compat.ipu.errors import IPURuntimeError  # noqa: E402
+from tailrace.compat.ipu.errors import (  # noqa: E402
+    FailedPreconditionError,
+    IPURuntimeError,
+    IPUValueError,
+    OutOfRangeError,
+)
 from tailrace.compat.ipu.graph.deferred import describe_everywhere  # noqa: E402
 from tailrace.compat.ipu.graph.named_variables import forget_variables  # noqa: E402
 from tailrace.errors import OptionError  # noqa: E402
@@ -145,7 +150,49 @@ def initial_values_that_are_described(tf, sess):
     return sess.run([w, v]), names == ["w", "Variable"], len(tf.trainable_variables())
 
 
+def several_results(tf, sess):
+    x = tf.placeholder(tf.float32, [None, 2])
+    w = tf.get_variable("w", [2, 2], initializer=tf.ones_initializer())
+    left, right = tf.split(tf.matmul(x, w), 2, axis=1)
+    mean, variance = tf.nn.moments(x, [0])
+    total, grads = tf.reduce_sum(left * right), tf.unstack(x, num=2, axis=1)
+    known = tf.matmul(x, w).get_shape().as_list() + w.get_shape().as_list()
+    fetched = sess.make_callable([total, mean, variance, grads[1]], [x])
+    sess.run(tf.global_variables_initializer())
+    return fetched(X), [-1 if n is None else n for n in known], w.op.name
+
+
+def elements_of_a_dataset(tf, sess):
+    dataset = real.data.Dataset.from_tensor_slices({"x": X, "n": np.int32([1, 2])})
+    once = tf.data.make_one_shot_iterator(dataset).get_next()
+    again = tf.data.make_initializable_iterator(dataset.map(lambda row: (row["x"], row["n"])))
+    x, n = again.get_next()
+    found = [sess.run(once), sess.run([once["n"] * 10, once["x"]])]
+    for _ in range(2):
+        sess.run(again.initializer)
+        found += [sess.run([x, n]), sess.run(n)]
+    return [[one["n"], one["x"]] if isinstance(one, dict) else one for one in found]
+
+
+def running_means(tf, sess):
+    w = tf.Variable([1.0, 2.0], name="w")
+    step = tf.get_variable("step", initializer=0)
+    means = tf.train.ExponentialMovingAverage(0.9, num_updates=step)
+    with tf.control_dependencies([w.assign_add([1.0, -1.0])]):
+        moved = means.apply([w])
+    sess.run(tf.global_variables_initializer())
+    found = []
+    for _ in range(2):
+        sess.run(moved)
+        sess.run(step.assign_add(1))
+        found.append(sess.run(means.average(w)))
+    return found
+
+
 PROGRAMS = [
+    several_results,
+    elements_of_a_dataset,
+    running_means,
     expressions_of_variables,
     assignments_run_each_time,
     control_dependencies,
@@ -176,7 +223,7 @@ def _run(program, tf):
 def _leaves(value):
     if isinstance(value, list | tuple):
         return [leaf for one in value for leaf in _leaves(one)]
-    return [np.asarray(value)]
+    return [np.asarray(hash(value) if isinstance(value, str) else value)]
 
 
 @pytest.fixture
@@ -315,6 +362,58 @@ def test_layers_in_a_program_have_names_of_their_own(whole_process):
         first, second = (sess.run(v1.get_variable(f"{n}/kernel")) for n in ("dense", "dense_1"))
     assert names == ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"]
     assert_close(found, np.ones((2, 3), np.float32) @ first @ second @ first @ second)
+
+
+def test_layers_of_keras_in_a_graph(whole_process):
+    x = v1.placeholder(compat.float32, [None, 2])
+    layer = compat.keras.layers.Dense(1, kernel_initializer="ones")
+    y = layer(x)
+    assert y.shape == (None, 1)
+    train = v1.train.GradientDescentOptimizer(0.1).minimize(v1.reduce_sum(y))
+    with v1.Session() as sess:
+        assert_close(sess.run(y, {x: X}), X.sum(axis=1, keepdims=True))
+        sess.run(train, {x: X})
+        assert_close(sess.run(y, {x: X}), X @ (1 - 0.1 * X.sum(axis=0))[:, None] - 0.2)
+
+
+def test_summaries_of_a_graph(whole_process, tmp_path):
+    x = v1.placeholder(compat.float32, [2])
+    assert v1.summary.merge_all() is None
+    v1.summary.scalar("mean", v1.reduce_mean(x))
+    v1.summary.histogram("all", x)
+    merged = v1.summary.merge_all()
+    writer = v1.summary.FileWriter(str(tmp_path), graph=v1.get_default_graph())
+    with v1.Session() as sess:
+        for step in range(2):
+            writer.add_summary(sess.run(merged, {x: [step, 3.0]}), step)
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    events = [e for e in real.compat.v1.train.summary_iterator(str(path)) if e.summary.value]
+    found = [(e.step, v.tag) for e in events for v in e.summary.value]
+    assert sorted(found) == [(0, "all"), (0, "mean"), (1, "all"), (1, "mean")]
+    means = [
+        real.make_ndarray(v.tensor) for e in events for v in e.summary.value if v.tag == "mean"
+    ]
+    assert [float(mean) for mean in means] == [1.5, 2.0]
+
+
+def test_what_a_graph_does_not_have_is_refused(whole_process):
+    v1.get_variable("w", initializer=2.0)
+    with v1.Session() as sess:
+        assert sess.run(["w:0", "w"]) == [2.0, 2.0]
+        with pytest.raises(IPUValueError, match=r"Received: 'loss:0'. The graph has: w."):
+            sess.run("loss:0")
+    with pytest.raises(AttributeError, match="tf.metrics.accuracy kept sums in local variables"):
+        v1.metrics.accuracy(labels=[1], predictions=[1])
+    iterator = v1.data.make_initializable_iterator(real.data.Dataset.range(1))
+    element = iterator.get_next()
+    with v1.Session() as sess:
+        with pytest.raises(FailedPreconditionError, match="Run its initializer first"):
+            sess.run(element)
+        sess.run(iterator.initializer)
+        assert sess.run(element) == 0
+        with pytest.raises(OutOfRangeError, match="End of sequence"):
+            sess.run(element)
 
 
 def test_a_tape_in_a_graph(whole_process):

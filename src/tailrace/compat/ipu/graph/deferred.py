@@ -15,7 +15,7 @@ from tailrace.jaxprs.marks import is_tracing
 
 later: dict[str, Callable[..., Any]] = {}
 """Functions of files that come after this one, which put them here: how a function is looked through,
-and how it becomes a program."""
+how it becomes a program, and what a shape is."""
 
 
 class Operation:
@@ -101,7 +101,7 @@ class Deferred:
     def shape(self) -> Any:
         """The shape; None for a length that only a run shows."""
         few, more = self._form(2).shape, self._form(3).shape
-        return tuple(a if a == b else None for a, b in zip(few, more, strict=True))
+        return later["shape"](a if a == b else None for a, b in zip(few, more, strict=True))
 
     @property
     def dtype(self) -> Any:
@@ -129,6 +129,9 @@ class Deferred:
         return deferred_call(operator.getitem, (self, key), {})
 
     def __iter__(self) -> Any:
+        form = self._form(2) if running() is None else self.value(running() or Feed())
+        if isinstance(form, list | tuple):  # of several results, as of tf.split
+            return iter([self[number] for number in range(len(form))])
         raise IPURuntimeError(
             f"{self!r} has no value before a session runs it, so it cannot be iterated."
         )

@@ -161,9 +161,19 @@ def variables_by_name() -> Store:
     return dict(_store.get())
 
 
-def trainable_variables() -> list[Variable]:
-    """Those of them that are trained."""
-    return [variable for variable in global_variables() if variable.trainable]
+def trainable_variables(scope: str | None = None) -> list[Variable]:
+    """Those of them that are trained, and whose names begin so."""
+    found = [variable for variable in global_variables() if variable.trainable]
+    return [variable for variable in found if variable.name.startswith(scope or "")]
+
+
+_collections: dict[int, tuple[Store, dict[str, list[Any]]]] = {}
+
+
+def collections_of_graph() -> dict[str, list[Any]]:
+    """What a program has put into collections of the graph around, by their names."""
+    store = _store.get()
+    return _collections.setdefault(id(store), (store, {}))[1]
 
 
 def enter_variable(variable: Any, name: str) -> None:
@@ -208,6 +218,7 @@ def initializer() -> Callable[[], None]:
 def forget_variables() -> None:
     """Let `get_variable` create all variables again, as in a new graph of the original."""
     _store.get().clear()
+    _collections.pop(id(_store.get()), None)
 
 
 @contextlib.contextmanager

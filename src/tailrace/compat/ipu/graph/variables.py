@@ -17,6 +17,7 @@ from tailrace.compat.ipu.graph.deferred import (
     current_session,
     deferred_call,
     describing,
+    later,
     value_now,
 )
 from tailrace.compat.ipu.graph.state import current
@@ -108,9 +109,19 @@ class Variable:
         """The shape, which never changes."""
         return self._value.shape
 
-    def get_shape(self) -> tuple[int, ...]:
-        """The same, as the original also calls it."""
-        return self.shape
+    def get_shape(self) -> Any:
+        """The same, as the original's class of shapes."""
+        return later.get("shape", tuple)(self.shape)
+
+    def load(self, value: TensorLike, session: Any = None) -> None:
+        """Give it another value at once, also in a graph of TensorFlow 1."""
+        del session
+        self.settle(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
+
+    @property
+    def op(self) -> Any:
+        """What has its name, as the original's operations have."""
+        return self
 
     @property
     def dtype(self) -> Any:

@@ -12,20 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.arguments import VariableLike
-from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
 from tailrace.compat.ipu.graph.named_variables import (
     Store,
     forget_variables,
-    global_variables,
     initializer,
-    trainable_variables,
+    variables_by_name,
     variables_of,
 )
 from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
-from tailrace.compat.ipu.graph.variables import Variable
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
@@ -77,6 +75,9 @@ def placeholder_with_default(
 ) -> Placeholder:
     """The same, with a value for runs that are given none."""
     return Placeholder(np.asarray(input).dtype, shape, name, input)
+
+
+deferred.later["shape"] = TensorShape
 
 
 class Session:
@@ -136,11 +137,17 @@ class Session:
                 step.value(feed)
         return found
 
+    def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
+        """A function of the values of placeholders that returns what is fetched."""
+        return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
+
 
 def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
+    if isinstance(fetch, str):
+        return _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
     if isinstance(fetch, dict):
@@ -152,6 +159,16 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Operation):
         return fetch()
     return _host(fetch)
+
+
+def _named(name: str) -> Any:
+    found = variables_by_name()
+    if name.removesuffix(":0") not in found:
+        raise IPUValueError(
+            f"A session fetches variables by their names. Received: {name!r}. The graph has: "
+            f"{', '.join(found) or 'none'}. Fetch other values as objects: sess.run(value)."
+        )
+    return found[name.removesuffix(":0")]
 
 
 def _host(value: TensorLike) -> Any:
@@ -210,18 +227,6 @@ def get_default_graph() -> Graph:
 def reset_default_graph() -> None:
     """Forget the variables of the graph around."""
     forget_variables()
-
-
-def get_collection(key: str, scope: str | None = None) -> list[Variable]:
-    """The variables of the graph around: all, or those that are trained.
-
-    Args:
-        key: `tf.GraphKeys.GLOBAL_VARIABLES` or `TRAINABLE_VARIABLES`; others are empty.
-        scope: what their names begin with.
-    """
-    found = {"variables": global_variables, "trainable_variables": trainable_variables}
-    variables = found[key]() if key in found else []
-    return [variable for variable in variables if variable.name.startswith(scope or "")]
 
 
 def assignment(method: str) -> Callable[..., Any]:
