@@ -376,6 +376,24 @@ def test_layers_of_keras_in_a_graph(whole_process):
         assert_close(sess.run(y, {x: X}), X @ (1 - 0.1 * X.sum(axis=0))[:, None] - 0.2)
 
 
+def test_models_of_keras_beside_a_graph(whole_process):
+    """Keras traces layers itself: what they compute from variables is not described."""
+
+    class Scaled(compat.keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+        def call(self, x):
+            return x * compat.square(self.scale) + compat.reduce_sum(self.scale)
+
+    inputs = compat.keras.Input([2])
+    model = compat.keras.Model(inputs, Scaled()(inputs))
+    assert_close(model.predict(X, verbose=0), X + 2.0)
+    model.compile(compat.keras.optimizers.SGD(0.5), "mse")
+    model.fit(X, X + 2.0, verbose=0)
+    assert_close(np.asarray(model.get_weights()[0]), np.ones(2, np.float32))
+
+
 def test_summaries_of_a_graph(whole_process, tmp_path):
     x = v1.placeholder(compat.float32, [2])
     assert v1.summary.merge_all() is None

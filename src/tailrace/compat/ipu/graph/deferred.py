@@ -8,9 +8,12 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.data.trees import Tree
+from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import is_tracing
 
 later: dict[str, Callable[..., Any]] = {}
@@ -259,7 +262,10 @@ def describing() -> bool:
     """Whether operations are described: in a graph, outside of programs and of what a session runs."""
     if not (_everywhere[0] or _in_graph.get()):
         return False
-    return _running.get() is None and current() is None and not is_tracing()
+    if _running.get() is not None or current() is not None or is_tracing():
+        return False
+    # Keras traces layers by JAX alone, to learn the shapes of their outputs.
+    return not isinstance(jnp.zeros(()), Tracer)
 
 
 def _program() -> Any:
