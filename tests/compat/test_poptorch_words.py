@@ -52,3 +52,16 @@ def test_the_module_has_the_methods_of_its_wrapper():
     assert torch.allclose(model.net.linear.weight, before - 0.5)
     assert not hasattr(model, "destroy")
     poptorch.trainingModel(model, optimizer=optimizer)
+
+
+def test_numbers_of_popart_set_options_without_effect():
+    """As in the original's program that trains BERT; PopART's own graphs are refused."""
+    from tailrace.compat import popart
+
+    options = poptorch.Options()
+    chosen = popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized
+    options._Popart.set("accumulateOuterFragmentSettings.schedule", int(chosen))
+    options._Popart.set("subgraphCopyingStrategy", int(popart.SubgraphCopyingStrategy.JustInTime))
+    assert int(chosen) == 3
+    with pytest.raises(AttributeError, match="popart.Builder is not available"):
+        popart.Builder()

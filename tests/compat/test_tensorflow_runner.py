@@ -198,6 +198,27 @@ def test_a_plain_loss_that_is_named_and_not_the_last_result():
     assert int(anything.SubgraphCopyingStrategy.JustInTime) == 0
 
 
+def test_a_plain_optimizer_of_half_weights_keeps_its_state_in_float32():
+    """PyTorch's own keeps it in half precision: squares of small gradients are zero there."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.originals.plain import poptorch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.weight * x, reduction="sum")
+
+    model = Model()
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.25, loss_scaling=64.0, weight_decay=0)
+    poptorch.trainingModel(model, None, optimizer)(torch.tensor([1e-4], dtype=torch.float16))
+    assert abs(model.weight.item() - 0.75) < 1e-2  # a step of the size of the rate
+    assert model.weight.dtype == torch.float16
+    assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float32
+
+
 def test_the_plain_poptorch_trains_as_the_original_says():
     torch = pytest.importorskip("torch")
     from benchmarks.originals.plain import poptorch

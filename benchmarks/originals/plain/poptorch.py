@@ -107,6 +107,20 @@ class _Training(_Model):
     def __init__(self, model: Any, options: Options | None, optimizer: Any) -> None:
         super().__init__(model, options)
         self.optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        self.scaling = getattr(self.optimizer, "loss_scaling", 1.0)
+
+    def _update(self) -> None:
+        """A step of the optimizer: in float32, as the original's, also of weights in half precision."""
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        changed = [(p, p.dtype) for p in given if p.grad is not None]
+        for parameter, _ in changed:
+            grad = parameter.grad.float() / self.scaling
+            parameter.data = parameter.data.float()
+            parameter.grad = grad
+        self.optimizer.step()
+        for parameter, dtype in changed:
+            grad, parameter.data = parameter.grad, parameter.data.to(dtype)
+            parameter.grad = grad.to(dtype)
 
     def __call__(self, *args: Any) -> Any:
         self.model.train()
@@ -117,10 +131,10 @@ class _Training(_Model):
                 self.optimizer.zero_grad()
             _marked.clear()
             out = self.model(*part)
-            (_loss(out) / each).backward()
+            (_loss(out) * self.scaling / each).backward()
             results.append(_detached(out))
             if start % each == each - 1:
-                self.optimizer.step()
+                self._update()
         kept = results if self.options.mode == OutputMode.All else results[-self.options.replicas :]
         whole = _joined(kept)
         report("loss", loss_of(whole))
@@ -188,7 +202,9 @@ def _optimizer(kind: Any) -> Any:
     known = inspect.signature(kind).parameters
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        return kind(*args, **{key: value for key, value in kwargs.items() if key in known})
+        found = kind(*args, **{key: value for key, value in kwargs.items() if key in known})
+        found.loss_scaling = kwargs.get("loss_scaling", 1.0)
+        return found
 
     return made
 
