@@ -3,7 +3,8 @@
 Loaders of Keras and torchvision are replaced, in the process that runs a program. Digits are real
 (`tr.data.digits`); they stand for photographs too, in their shapes. Reviews are made up: a word of
 praise or of blame among others decides what a review says, so that a model can learn it. Models of
-`transformers` are small and have random weights; their words are those of the program's own texts. Questions about texts are made up, too (`squad`).
+`transformers` are small and have random weights; their words are those of the program's own texts.
+Questions about texts are made up, too (`squad`).
 """
 
 from __future__ import annotations

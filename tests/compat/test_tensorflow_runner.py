@@ -1,6 +1,7 @@
 """The runner of the originals' programs: imports by one table, data, and what became of a program."""
 
 import doctest
+import inspect
 import pathlib
 import sys
 
@@ -160,6 +161,20 @@ def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch)
     )
     monkeypatch.setitem(contexts.CONTEXTS, "# A title", context)
     assert blocks.run(text, tmp_path) == (4, 4)
+
+
+def test_an_argument_that_is_gone_is_dropped_and_the_signature_stays():
+    """Keras reads the names of a layer's arguments: without them no `Embedding` was made."""
+    pytest.importorskip("tensorflow")
+    from benchmarks.originals.plain import ipu
+
+    class Layer:
+        def __init__(self, size, scale=1):
+            self.size, self.scale = size, scale
+
+    ipu._without(Layer, "__init__", "input_length")
+    assert Layer(3, scale=2, input_length=5).scale == 2
+    assert inspect.getfullargspec(Layer.__init__).args == ["self", "size", "scale"]
 
 
 def test_questions_in_the_form_of_squad():

@@ -6,6 +6,8 @@ Replicas are accumulated batches: each takes a batch of its own, and an update h
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import types
 from typing import Any
 
@@ -145,10 +147,12 @@ def _without(owner: Any, name: str, dropped: str) -> None:
     """Drop an argument that is gone."""
     plain = getattr(owner, name)
 
+    @functools.wraps(plain)
     def called(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop(dropped, None)
         return plain(*args, **kwargs)
 
+    called.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # Keras reads it
     setattr(owner, name, called)
 
 
