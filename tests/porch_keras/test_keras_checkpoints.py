@@ -1,5 +1,6 @@
 """`fit(checkpoint=)` of Keras models: a fit that was stopped anywhere ends as if it had never been."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,15 +15,16 @@ pytest.importorskip("orbax.checkpoint")
 
 import tailrace as tr  # noqa: E402
 import tailrace.keras as tk  # noqa: E402
-from oracles import assert_bits_equal  # noqa: E402
+from oracles import assert_bits_equal, assert_close  # noqa: E402
+from tailrace.devices.processes import distributed  # noqa: E402
 from tailrace.errors import (  # noqa: E402
     CheckpointError,
     DataExhausted,
     DistributedError,
     OptionError,
 )
+from tailrace.keras.checkpoints.callback_states import changes, plain_state  # noqa: E402
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks  # noqa: E402
-from tailrace.program.running.placement import Placement  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -251,6 +253,76 @@ def test_backup_and_restore_is_exact(tmp_path, freq):
     assert not directory.exists(), "as Keras does: nothing is left once the fit has ended"
 
 
+def test_the_counters_of_backup_and_restore_go_on(tmp_path):
+    def script(extra, freq, epochs):
+        backup = keras.callbacks.BackupAndRestore(tmp_path / str(freq), save_freq=freq)
+        with contextlib.suppress(Killed):
+            model_of(execution=1).fit(
+                **arrays(epochs=epochs), callbacks=[backup, *extra], verbose=0
+            )
+        return backup._current_epoch, backup._last_batch_seen
+
+    assert script([Kill(2)], 4, 2) == (0, 2), "12 batches in an epoch; the third raises"
+    assert script([], 4, 2) == (2, 0)
+    assert script([Kill(25)], "epoch", 3) == (2, 0), "an epoch leaves no batch"
+
+
+def test_a_backup_that_keras_has_written_is_keras_to_restore(tmp_path, caplog):
+    def script(adopted, extra=()):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model = tk.adopt(model) if adopted else model
+        model.compile("sgd", "mse")
+        backup = keras.callbacks.BackupAndRestore(tmp_path / f"backup {bool(extra)}")
+        try:
+            model.fit(**arrays(epochs=3, shuffle=False), callbacks=[backup, *extra], verbose=0)
+        except Killed:
+            os.rename(tmp_path / "backup True", tmp_path / "backup False")
+        return model
+
+    script(False, [Kill(30)])
+    found = script(True)
+    assert "holds a backup that Keras has written" in caplog.text
+    script(False, [Kill(30)])
+    expected = script(False)
+    assert found.history.epoch == expected.history.epoch == [2]
+    assert_close(found.get_weights(), expected.get_weights())
+
+
+def test_a_fit_that_has_finished_gives_callbacks_their_states(tmp_path):
+    class Own(Kill):
+        """A callback that says itself what its state is, once it has any."""
+
+        def on_train_begin(self, logs=None):
+            self.seen = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen += 1
+
+        def get_state(self):
+            return {"seen": self.seen}
+
+        def set_state(self, state):
+            self.seen = state["seen"]
+
+    def script():
+        early = keras.callbacks.EarlyStopping(
+            "loss", patience=1, min_delta=9.0, restore_best_weights=True
+        )
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9.0)
+        callbacks = [early, Listener(), plateau, Own(99)]
+        model = model_of(execution=12)
+        model.fit(**arrays(epochs=9), callbacks=callbacks, verbose=0, checkpoint=tmp_path / "kept")
+        return model, callbacks
+
+    (model, expected), (again, found) = script(), script()
+    same(again, model)
+    assert expected[0].stopped_epoch == 1
+    for one, other in zip(found, expected, strict=True):
+        assert not changes(plain_state(other), plain_state(one))
+        assert plain_state(one).keys() == plain_state(other).keys()
+
+
 class Signal(Kill):
     """Sends this process a signal at some execution."""
 
@@ -378,9 +450,19 @@ def test_killed_after_the_last_epoch(tmp_path, monkeypatch):
     assert_bits_equal(fit("kept").get_weights(), expected.get_weights())
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(Placement, "in_one_process", False)
-    with pytest.raises(
-        DistributedError, match="A Keras model trains in one process, on all of its"
-    ):
-        model_of().fit(**arrays(), verbose=0)
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_several_processes_are_refused(monkeypatch, method):
+    """By a sentence of their own: that of replicas would advise what is refused next."""
+    monkeypatch.setattr(distributed, "process_count", lambda: 2)
+    data = {"x": X} if method == "predict" else {"x": X, "y": Y}
+    for replicas in (1, 2):
+        with pytest.raises(
+            DistributedError, match="A Keras model trains in one process, on all of its"
+        ):
+            getattr(model_of(replicas=replicas), method)(**data, verbose=0)
+
+
+def test_checkpoints_in_several_processes_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "process_count", lambda: 2)
+    with pytest.raises(CheckpointError, match="are for training in one process; this one has 2"):
+        model_of().fit(**arrays(), verbose=0, checkpoint=tmp_path / "kept")

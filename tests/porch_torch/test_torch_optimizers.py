@@ -153,6 +153,50 @@ def test_lamb(most, corrected):
         optimizer.step()
 
 
+FURTHER = {
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.05, "weight_decay": 0.01, "maximize": True}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "lambd": 0.01, "t0": 5, "weight_decay": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.02, "weight_decay": 0.1}),
+    "RAdam, short": (torch.optim.RAdam, {"lr": 0.02, "betas": (0.8, 0.9)}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.03}),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_other_optimizers_of_pytorch(name):
+    kind, options = FURTHER[name]
+    module, reference = seeded(Sum)
+    optimizer, plain = (kind(one.parameters(), **options) for one in (module, reference))
+    model = tt.training_model(module, optimizer, device_iterations=9)
+    grads = torch.randn(18, 3, generator=torch.Generator().manual_seed(1))
+    for half, rate in (
+        (grads[:9], 0.04),
+        (grads[9:], 0.01),
+    ):  # the first counts where state is made
+        for one in (optimizer, plain):
+            one.param_groups[0]["lr"] = rate
+        model(half)
+        for grad in half:
+            reference.w.grad = grad.clone()
+            plain.step()
+    assert_close(weights(module), weights(reference))
+    ours, theirs = (one.state_dict()["state"][0] for one in (optimizer, plain))
+    assert ours.keys() == theirs.keys()
+    assert_close({k: v.numpy() for k, v in ours.items()}, {k: v.numpy() for k, v in theirs.items()})
+
+
+def test_a_new_optimizer_with_state_from_the_beginning_goes_on():
+    module = Sum()
+    model = tt.training_model(module, torch.optim.Adagrad(module.parameters(), lr=0.1))
+    model(torch.ones(1, 3))
+    model.set_optimizer(torch.optim.Adagrad(module.parameters(), lr=0.1))
+    model(torch.ones(1, 3))
+    assert model.optimizer.state_dict()["state"][0]["step"] == 2
+
+
 def test_the_tensorflow_variant_of_rmsprop():
     module = Sum()
     optimizer = tt.optim.RMSprop(
@@ -265,7 +309,7 @@ def test_state_and_accumulators_may_be_halves():
 def test_what_is_refused():
     module = Regression()
     with pytest.raises(AssertionError, match="Unsupported optimizer type"):
-        tt.training_model(module, torch.optim.Adagrad(module.parameters()))
+        tt.training_model(module, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(AssertionError, match="Accumulation types must be either torch.float32"):
         tt.optim.SGD(module.parameters(), lr=0.1, accum_type=torch.float64)
     with pytest.raises(tr.TailraceError, match="updates that model's parameters"):

@@ -254,7 +254,7 @@ def test_wrong_arguments():
 
 
 def test_a_counter_is_a_number(tmp_path):
-    tr.counter("nobody listens", "x")
+    tr.counter("no trace is open", "x")
     with (
         pytest.raises(tr.TailraceError, match=r"A counter has a number.*'rate', 'x'"),
         tr.trace(tmp_path),

@@ -161,7 +161,8 @@ def as_old(directory):
     """As it was written before validations were kept."""
     shutil.rmtree(directory / "validations")
     about = json.loads((directory / "zarr.json").read_text())
-    del about["attributes"]["committed"]["validations"]
+    for name in ("validations", "checksum"):
+        del about["attributes"]["committed"][name]
     (directory / "zarr.json").write_text(json.dumps(about))
 
 

@@ -1,4 +1,4 @@
-"""What the rows of a block are: elements in host memory, or indices of elements on the device.
+"""The two kinds of rows of a block: elements in host memory, or indices of elements on the device.
 
 A `Reader` knows the order of elements and which of them were put back; it asks an object of this file
 for everything that depends on what a row is.

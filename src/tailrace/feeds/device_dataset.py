@@ -58,7 +58,7 @@ class IndexBlocks(Blocks):
         return batch_spec(batch)
 
     def new(self, count: int, spec: ElementSpec) -> Block:
-        """Rows of index 0, which is always there."""
+        """Rows of index 0, which always exists."""
         return [np.zeros((count, self._batches.batch_size), np.int32)]
 
     def read(self, source: BatchIterator, count: int, spec: ElementSpec) -> tuple[Block, int]:
@@ -87,7 +87,7 @@ class IndexBlocks(Blocks):
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
     def _copied(self, sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
-        """The arrays on the devices of a block: all of them on each, as any row may be wanted there."""
+        """The arrays on the devices of a block: replicated, as any device may need any row."""
         whole: Any = sharding
         if isinstance(sharding, jax.sharding.NamedSharding):
             whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

@@ -42,7 +42,7 @@ MOST_BYTES = 4 << 30
 """The default limit of the bytes that may wait in a queue."""
 
 FULL = ("raise", "drop_oldest")
-"""What a full queue may do."""
+"""The policies of a full queue."""
 
 
 class OutfeedQueue:
@@ -64,7 +64,7 @@ class OutfeedQueue:
         dropped: the number of executions dropped because the queue was full.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     Example:
         >>> import tailrace as tr
@@ -229,13 +229,13 @@ class OutfeedQueue:
         """
         block = SentBlock(structure, leaves, valid, loops, replicas)
         with self._changed:
-            # A block whose elements all depend on a branch may turn out to be empty: older ones then
-            # count, and asking now would wait for the device.
+            # A block whose elements all depend on a branch may turn out to be empty: then an older
+            # one is the last. Finding out now would wait for the device.
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
             self._structure, self._shapes = structure, block.element_shapes()
             self._make_room(block.nbytes)
-            # The block before, not this one: its execution has ended or is about to, so that this
+            # The previous block, not this one: its execution has ended or is about to, so this
             # hardly waits, and at most one block stays on the device.
             if self._blocks:
                 self._blocks[-1].settle()
@@ -256,7 +256,7 @@ class OutfeedQueue:
                 f"when_full='drop_oldest'). What waits is kept."
             )
         note_once(
-            f"An outfeed is full ({self.most_bytes:,} bytes) and nobody dequeues: the oldest "
+            f"An outfeed is full ({self.most_bytes:,} bytes) and is not dequeued: the oldest "
             f"executions are dropped, as when_full='drop_oldest' says.",
             key=f"full outfeed {id(self)}",
         )

@@ -61,7 +61,7 @@ def compile(
             is refused before it runs.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
         ProgramError: the function cannot be a program; when it is first called.
 
     Example:

@@ -1,4 +1,4 @@
-"""Finds the operation that made the first NaN or Inf: runs a step again, one operation at a time.
+"""Finds the operation with the first NaN or Inf: runs a step again, one operation at a time.
 
 Slow, and only used after a guard has stopped the training. Loops are unrolled, so that the iteration is
 known; everything is computed eagerly, so that operands can be inspected.
@@ -28,7 +28,7 @@ from tailrace.taps.frame import Block, Frame
 from tailrace.taps.resolver import Resolver
 
 INFEED = "infeed"
-"""The operation of a culprit if no operation made the bad value: the data were bad."""
+"""The operation of a culprit if the bad value was in the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Finder(Visitor[Any, Frame]):
         return outputs
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """Pass by pass."""
+        """Run it iteration by iteration."""
         consts, carry, xs = scan.split(inputs)
         order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
         kept: dict[int, list[Any]] = {}
@@ -179,7 +179,7 @@ class Finder(Visitor[Any, Frame]):
     def while_loop(
         self, loop: While, inputs: list[Any], around: Frame, here: Position
     ) -> list[Any]:
-        """Pass by pass."""
+        """Run it iteration by iteration."""
         tests, consts, carry = loop.split(inputs)
         while bool(self.run_inner(loop.condition, [*tests, *carry], around, here)[0]):
             carry = self.run_inner(loop.body, [*consts, *carry], around.inner(), here)

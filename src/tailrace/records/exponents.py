@@ -31,7 +31,7 @@ def format_sentences(counts: np.ndarray) -> list[str]:
     >>> counts = np.zeros(258, int)
     >>> counts[127], counts[127 - 30] = 3, 1
     >>> print(format_sentences(counts)[0])
-    float16: 25.00 % would become zero, 0.00 % lose digits, 0.00 % lie beyond its largest value.
+    float16: 25.00 % would become zero, 0.00 % lose digits, 0.00 % exceed its largest value.
     """
     lines = []
     for name, shares in format_shares(counts).items():
@@ -41,8 +41,8 @@ def format_sentences(counts: np.ndarray) -> list[str]:
         )
         upper = f" ({most:.2f} % at most)" if f"{most:.2f}" != f"{beyond:.2f}" else ""
         lines.append(
-            f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % lie "
-            f"beyond its largest value{upper}."
+            f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % "
+            f"exceed its largest value{upper}."
         )
     return lines
 

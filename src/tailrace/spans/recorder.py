@@ -79,7 +79,7 @@ class Recorder:
     Args:
         executions: the executions to record, counted from 0; None for all.
         profiler: a profiler of operations on the devices during some of them, if any; see
-            `tailrace.profiling.timeline.device_profiler`.
+            `tailrace.profiling.programs.device_operations`.
     """
 
     def __init__(self, executions: range | None = None, profiler: Any = None) -> None:
@@ -131,18 +131,18 @@ class Recorder:
             self.left_out += self._open
 
     def begin_execution(self) -> None:
-        """An execution is about to be prepared."""
+        """Called before an execution is prepared."""
         self._number += 1
         if self.executions is not None:
             self._open = self._number in self.executions
 
     def dispatch(self, program: Any) -> None:
-        """It is about to be dispatched: it is compiled, and its elements are ready."""
+        """Called before it is dispatched: it is compiled, and its elements are ready."""
         if self._open and self.profiler is not None:
             self.profiler.before(program)
 
     def dispatched(self, ticket: Any, made: Callable[..., Ran], started: int) -> None:
-        """It is in flight; `ticket` is ready when it has finished."""
+        """Called after the dispatch; `ticket` is ready when the execution has finished."""
         if self._open:
             self._watch.add(ticket, made, started, self._number)
             if self.profiler is not None:

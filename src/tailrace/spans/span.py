@@ -132,14 +132,14 @@ class Execution:
             each.begin_execution()
 
     def dispatch(self, program: Any) -> None:
-        """Everything is ready; `program` is called next."""
+        """Called when everything is ready, before `program` is called."""
         for each in self._recorders:
             each.dispatch(program)
         if self._recorders:
             self._started = time.perf_counter_ns()
 
     def dispatched(self, ticket: Any, first_step: int, steps: int, program: Any, plan: Any) -> None:
-        """It was called; `ticket` is ready when it has finished."""
+        """Called after that; `ticket` is ready when the execution has finished."""
         for each in self._recorders:
             made = functools.partial(
                 Ran, first_step=first_step, steps=steps, program=program, plan=plan

@@ -29,12 +29,12 @@ class Entry:
     """One tensor of a step.
 
     Attributes:
-        name: by the contract, such as "grad/dense/kernel" or "activation/dense:add".
+        name: its name, such as "grad/dense/kernel" or "activation/dense:add".
         kind: the first part of the name.
         shape: the shape of one value: of one microbatch on one replica. A tensor in a scanned stack of
             layers has a leading layer dim.
         dtype: its dtype.
-        stage: the pipeline stage it lives in; -1 without a pipeline.
+        stage: its pipeline stage; -1 without a pipeline.
         source: `file:line` of the user's code it comes from; empty if there is none.
         position: the position of its equation in the program.
         output: the index of the result of that equation.
@@ -59,7 +59,7 @@ class Entry:
 
 
 LISTED = " All names: "
-"""What begins the last sentence of a refused selection."""
+"""The start of the last sentence of the error for a selection that matches nothing."""
 
 MOST_SHOWN = 30
 """The number of tensors that `repr` of a catalogue shows."""
@@ -69,6 +69,7 @@ class Catalogue(Sequence[Entry]):
     """The tensors of a step; prints as a table.
 
     >>> import numpy as np
+    >>> from tailrace.taps.catalogue import Catalogue, Entry
     >>> c = Catalogue([Entry("grad/w", "grad", (3, 2), np.dtype("float32"), source="model.py:7")])
     >>> print(c)
     name    shape  dtype    source
@@ -121,7 +122,7 @@ class Catalogue(Sequence[Entry]):
         return [entry.name for entry in sorted(used, key=lambda entry: entry.use)]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The catalogue as plain data, one dictionary a tensor."""
+        """The catalogue as plain data, one dictionary per tensor."""
         return [
             {
                 "name": e.name,
@@ -211,7 +212,7 @@ class Catalogue(Sequence[Entry]):
 
 @contextlib.contextmanager
 def names_listed_by(where: str) -> Generator[None]:
-    """Say in a refused selection where its user finds all names."""
+    """Add to the error for a selection that matches nothing where all names are listed."""
     try:
         yield
     except SelectionError as error:
@@ -220,7 +221,7 @@ def names_listed_by(where: str) -> Generator[None]:
 
 
 def check_selection(select: Select) -> None:
-    """Refuse a value that is no selection when it is given, not when it is first used."""
+    """Refuse an invalid selection when it is given, not when it is first used."""
     if isinstance(select, list | tuple | set):
         for part in select:
             check_selection(part)

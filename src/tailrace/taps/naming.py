@@ -96,12 +96,12 @@ class Namer:
         found = control(eqn)
         if found is None or (isinstance(found, Call) and found.is_custom and not self.enter_custom):
             return
-        # A condition computes whether to go on, and nothing that a model would be observed for.
+        # A condition only computes whether to continue, which is not worth observing.
         inside = (found.body,) if isinstance(found, While) else found.inside
         for inner in inside:
             if isinstance(found, Scan):
-                # A Tailrace loop makes many values of one name; a user's scan one value with a layer
-                # dim.
+                # A Tailrace loop has many values of one name; a user's scan has one value with a
+                # layer dim.
                 length = None if loop_tag(inner.jaxpr) else found.length
                 yield inner.number, inner.jaxpr, length, found.num_carry
             else:

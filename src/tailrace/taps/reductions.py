@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from tailrace.devices import devices
+from tailrace.taps import gpu_kernels
 
 ROW = 1024
 """Values per row of the packed array on a CPU: short rows suit its caches."""
@@ -78,12 +79,16 @@ def all_finite(values: Sequence[Any]) -> Any:
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all small ones; a large one, concatenated, would be read unaligned
-        flat = [jnp.ravel(_wide(value)) for value in values]
-        small = [value for value in flat if value.size < LARGE]
-        parts = [value for value in flat if value.size >= LARGE]
-        parts += [jnp.concatenate(small)] if small else []
-        nought = sum((part * 0).sum() for part in parts)
+        small = [jnp.ravel(_wide(value)) for value in values if value.size < LARGE]
+        nought = sum((_large_nought(value) for value in values if value.size >= LARGE), 0.0)
+        nought += (jnp.concatenate(small) * 0).sum() if small else 0.0
     return jnp.isfinite(nought)
+
+
+def _large_nought(value: Any) -> Any:
+    if gpu_kernels.usable(value):
+        return gpu_kernels.nought(jnp.ravel(value))
+    return (_wide(value) * 0).sum()
 
 
 def _nought(flat: Any) -> Any:
@@ -151,36 +156,38 @@ def pack_statistics(values: Sequence[Any]) -> Any:
 def _joined(values: Sequence[Any]) -> list[Any]:
     """Partial statistics on an accelerator: eight arrays with one number per returned row.
 
-    A large tensor is reduced in place by its own kernel: packing would copy it. Small tensors, and the
-    ends of large tensors that fill no row, are packed. Then the rows of all tensors are merged at once.
+    A large tensor is reduced in place by its own kernel (`gpu_kernels`): packing would copy it. Small
+    tensors, and ends of large tensors that fill no row, are packed. Then the rows of all tensors are
+    merged at once.
     """
-    blocks: list[Any] = [None]  # rows to reduce: the packed ones first, then those of large tensors
+    found: list[Any] = [
+        None
+    ]  # of each block its statistics: the packed rows first, then large tensors
     counts = [np.zeros(0, np.int32)]  # of each block: how many values each row has
     packed: list[Any] = []
     order: list[list[tuple[int, int, int]]] = []  # of each tensor: (block, first row, rows)
     for value in values:
-        flat = jnp.ravel(_wide(value))
-        whole = flat.size // LONG_ROW if flat.size >= LARGE else 0
+        own, flat = _lengths(value.size, LONG_ROW), jnp.ravel(value)
+        # A kernel of ours reads an end that fills no row; a slice for XLA's would be a copy.
+        whole = value.size >= LARGE and gpu_kernels.usable(value)
+        large = len(own) if whole else value.size // LONG_ROW if value.size >= LARGE else 0
         parts: list[tuple[int, int, int]] = []
-        if whole:
-            parts.append((len(blocks), 0, whole))
-            blocks.append(flat[: whole * LONG_ROW].reshape(whole, LONG_ROW))
-            counts.append(np.full(whole, LONG_ROW, np.int32))
-        rest = flat[whole * LONG_ROW :]
-        if rest.size:
-            own = _lengths(rest.size, LONG_ROW)
-            parts.append((0, len(counts[0]), len(own)))
-            packed.append(padded_rows(rest, LONG_ROW))
-            counts[0] = np.concatenate([counts[0], own])
+        if large:
+            parts.append((len(found), 0, large))
+            counts.append(own[:large])
+            found.append(
+                list(gpu_kernels.row_statistics(flat, LONG_ROW).T)
+                if whole
+                else _row_statistics(_wide(flat[: large * LONG_ROW]), own[:large])
+            )
+        if large < len(own):
+            parts.append((0, len(counts[0]), len(own) - large))
+            packed.append(padded_rows(flat[large * LONG_ROW :], LONG_ROW))
+            counts[0] = np.concatenate([counts[0], own[large:]])
         order.append(parts)
-    blocks[0] = jnp.concatenate(packed) if packed else None
-    found = [
-        careful_statistics(
-            rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
-        )
-        for rows, count in zip(blocks, counts, strict=True)
-        if rows is not None
-    ]
+    if packed:
+        found[0] = _row_statistics(jnp.concatenate(packed), counts[0])
+    found = [columns for columns in found if columns is not None]
     index = _groups(order, np.cumsum([0, *map(len, counts)]))
     columns = [
         jnp.concatenate([*column, jnp.zeros(1, column[0].dtype)])
@@ -188,6 +195,13 @@ def _joined(values: Sequence[Any]) -> list[Any]:
     ]
     sizes = np.append(np.concatenate(counts), 0)[index]
     return _join([column[index] for column in columns], jnp.asarray(sizes))
+
+
+def _row_statistics(values: Any, counts: np.ndarray) -> list[Any]:
+    """Statistics of rows of LONG_ROW values by XLA's reductions, each as it is fastest there."""
+    rows = values.reshape(-1, LONG_ROW)
+    shift = jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
+    return careful_statistics(rows, jnp.asarray(counts), shift)
 
 
 def _groups(order: list[list[tuple[int, int, int]]], starts: np.ndarray) -> np.ndarray:

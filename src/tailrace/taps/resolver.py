@@ -1,4 +1,4 @@
-"""What Tailrace's own equations become in a program that runs: marks, dequeues, keys, reductions."""
+"""Replaces Tailrace's own equations in a program that will run: marks, dequeues, keys, reductions."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false

@@ -7,7 +7,7 @@ and so produces a new program. On the way
 * a key or a counter becomes arithmetic on the program's arguments,
 * an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
   around it, with a validity flag inside a branch,
-* everything else is emitted as it was, with its names and source lines.
+* everything else is emitted unchanged, with its names and source lines.
 
 Inner programs that need none of this are emitted whole, unchanged.
 """
@@ -78,7 +78,7 @@ class Rewriter(Visitor[Any, Frame]):
     def __post_init__(self) -> None:
         self.arguments: Sequence[Any] = ()
         """The arguments that replace the free literals in the emitted program."""
-        # Whether an equation contains a wanted one must be one look-up: it is asked for every equation.
+        # A look-up table: whether an equation contains a wanted one is asked for every equation.
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
@@ -117,7 +117,7 @@ class Rewriter(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Send out what is wanted of the equation's results, as they are once changed."""
+        """Apply requested changes to the equation's results, then emit the requested ones."""
         wants = self.wanted.get(here, ())
         for want in wants:
             if want.change is not None:

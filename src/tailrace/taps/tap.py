@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import check_path
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
@@ -82,7 +83,7 @@ class Tap:
             Executions chosen by "auto" are then short; results are bit-equal.
 
     Raises:
-        OptionError: `mode` or `reduce` is not one that exists.
+        OptionError: `mode` or `reduce` is not a valid one.
 
     >>> import tailrace as tr
     >>> tr.Tap("grad/*", mode=tr.every(10)).reduce
@@ -115,7 +116,7 @@ class Tap:
         return self.mode.n if isinstance(self.mode, Every) else 1
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must emit for one tensor, which is inside `layers` scans."""
+        """The request to the rewriter for one tensor, which is inside `layers` scans."""
         collect = "stack"
         if self.mode in (Mode.SUM, Mode.FINAL):
             collect = "sum" if self.mode is Mode.SUM else "final"
@@ -165,6 +166,8 @@ class StopOnNonfinite:
                 f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
             )
         check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
+        if self.bundle is not None:
+            check_path("bundle", self.bundle)
 
     @property
     def skips(self) -> bool:
@@ -172,7 +175,7 @@ class StopOnNonfinite:
         return self.on_nonfinite == "skip"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must check."""
+        """The request to the rewriter: a check."""
         return Wanted(key, output, guard=True, skips=self.skips)
 
     def nbytes(self, entry: Entry) -> int:
@@ -191,7 +194,7 @@ class GradientDigest:
     kind = "digest"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must emit for one gradient."""
+        """The request to the rewriter for one gradient."""
         return Wanted(key, output, collect="final", digest=True)
 
     def nbytes(self, entry: Entry) -> int:
@@ -222,7 +225,7 @@ def stop_on_nonfinite(
     from. A guard that skips selects between old and new state in every step.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import tailrace as tr
     >>> tr.stop_on_nonfinite("grad/*").select
@@ -319,7 +322,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
     """The bytes of the records of one step."""
     total = 0.0
     for one in chosen:
-        # One value an execution, whatever its length: it does not limit the length.
+        # One value per execution, whatever its length, so it does not limit the length.
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
             continue
         count = (microbatches if one.loops > 1 else 1) * replicas

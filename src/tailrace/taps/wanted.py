@@ -1,4 +1,4 @@
-"""Values that are to leave a program, and their reduction before they do."""
+"""Values to emit from a program, and their reduction before that."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,7 +20,7 @@ from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A value that is to leave the program.
+    """A value to emit from a program.
 
     Attributes:
         key: its name outside the program.
@@ -35,7 +35,7 @@ class Wanted:
         digest: whether only the digest of its bits is of interest.
         layers: the number of leading dims that are iterations of the user's scans, when it is
             collected.
-        change: nothing leaves; the program continues with `change(value, step)` in place of the value.
+        change: if given, nothing is emitted; the program continues with `change(value, step)` instead.
     """
 
     key: Hashable
@@ -63,7 +63,7 @@ class DigestKey(tuple[str, ...]):
 
 
 class RawKey(tuple[Wanted]):
-    """The key of a tensor that was emitted whole and is yet to be reduced."""
+    """The key of a tensor that was emitted whole and has yet to be reduced."""
 
     __slots__ = ()
 

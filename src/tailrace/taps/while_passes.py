@@ -1,8 +1,8 @@
-"""The iterations of a `lax.while_loop` that is emitted again, and what is kept of their emissions.
+"""The iterations of a `lax.while_loop` that is emitted again, and which of their emissions are kept.
 
-How often it runs is known only afterwards. A loop of ours has a most number of iterations, and its
-emissions are written to buffers with that many rows; which rows were written is a flag of each. A
-user's loop has no bound, so there is no buffer: of each emission the last value is kept.
+The number of iterations is known only afterwards. A Tailrace loop has an upper bound, and its
+emissions are written to buffers with that many rows; a flag per row says whether it was written. A
+user's loop has no bound, so there is no buffer: the last value of each emission is kept.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -30,10 +30,11 @@ def run_while(
     init: list[Any],
     most: int | None,
 ) -> tuple[Any, list[Any], Emissions[Hashable, Emission]]:
-    """Emit the loop: how often it ran, its carry, and its emissions with their validity.
+    """Emit the loop; returns the number of iterations, the carry, and the emissions with their
+    validity.
 
     Args:
-        go_on: `go_on(carry)`, whether there is another iteration.
+        go_on: `go_on(carry)` returns whether there is another iteration.
         one_pass: `one_pass(number, carry)` returns the next carry and emissions.
         init: the carry before the first iteration.
         most: the most iterations; None if there is no bound.

@@ -47,19 +47,23 @@ from tailrace.program.compile import compile as compile_program
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> CompiledOp:
     """Build one device program from a function.
 
+    It returns the program itself, to be called; in the original it returned the operations that a
+    session ran. A session of `tf.compat.v1` takes the program too.
+
     Args:
         computation: called with the inputs; may use loops, feeds, variables and pipelines.
-        inputs: its inputs: arrays and numbers.
+        inputs: its inputs, a list of arrays and numbers.
 
     Returns:
         The program. Calling it runs it, with the inputs given here or with others of their form, and
-        returns what the function returns: a list, also of a single value; None if it returns nothing
+        returns what the function returns: a list, also for a single value; None if it returns nothing
         but operations.
 
     Raises:
         IPUValueError: `inputs` is not a list.
 
-    >>> program = compile(lambda x: x + 1, inputs=[1.0])
+    >>> from tailrace.compat import ipu
+    >>> program = ipu.ipu_compiler.compile(lambda x: x + 1, inputs=[1.0])
     >>> program()[0].item(), program(2.0)[0].item()
     (2.0, 3.0)
     """
@@ -76,6 +80,11 @@ class CompiledOp:
         inputs: what it is called with if nothing else is given.
         plain: whether it is an ordinary function: it runs on the first device alone, and returns what
             `computation` returns, in its own form.
+
+    >>> from tailrace.compat import ipu
+    >>> double = ipu.ipu_compiler.compile(lambda x: x * 2, inputs=[2.0])
+    >>> double(4.0)[0].item()
+    8.0
     """
 
     def __init__(

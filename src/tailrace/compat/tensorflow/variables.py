@@ -26,17 +26,27 @@ from tailrace.errors import ProgramError
 
 
 class Variable(keras.Variable):
-    """An array that programs read and change.
+    """An array that programs read and change: a `keras.Variable` with TensorFlow's arguments.
+
+    Its `value` is an attribute, as in Keras. 64-bit dtypes become 32-bit.
 
     Args:
         initial_value: an array, a number, or a function that returns one.
         trainable: whether gradients and optimizers concern it.
+        validate_shape: without effect.
+        caching_device: without effect.
         name: what it is called.
+        variable_def: without effect.
         dtype: None keeps that of the value; Python's floats become float32.
-        **options: `validate_shape`, `caching_device`, `synchronization`...: without effect.
+        **options: `synchronization`, `aggregation`...: without effect.
 
     Raises:
-        ProgramError: it is made inside a program, which is traced more than once.
+        ProgramError: it is created inside a program, which is traced more than once.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> w = tf.Variable([1.0, 2.0], name="w")
+    >>> w.assign_add([1.0, 1.0]).numpy().tolist()
+    [2.0, 3.0]
     """
 
     def __init__(
@@ -89,15 +99,33 @@ class Variable(keras.Variable):
             super().assign(self._initial())
 
     def assign(self, value: TensorLike, *_: Any, **__: Any) -> Any:
-        """Give it another value."""
+        """Set another value.
+
+        Args:
+            value: the value.
+            *_: without effect.
+            **__: without effect.
+        """
         return self._changed("assign", value)
 
     def assign_add(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
-        """Add to it."""
+        """Add to it.
+
+        Args:
+            delta: what to add.
+            *_: without effect.
+            **__: without effect.
+        """
         return self._changed("assign_add", delta)
 
     def assign_sub(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
-        """Subtract from it."""
+        """Subtract from it.
+
+        Args:
+            delta: what to subtract.
+            *_: without effect.
+            **__: without effect.
+        """
         return self._changed("assign_sub", delta)
 
     def _changed(self, method: str, value: TensorLike) -> Any:
@@ -140,7 +168,22 @@ for _name in (*_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS), *_ONE_WAY):
 
 
 class Module:
-    """An object whose attributes hold variables, and other such objects."""
+    """An object whose attributes hold variables, and other such objects.
+
+    Args:
+        name: what it is called; None: the name of its class.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> class Scale(tf.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = tf.Variable(2.0)
+    ...     def __call__(self, x):
+    ...         return self.w * x
+    >>> scale = Scale()
+    >>> float(scale(3.0)), len(scale.trainable_variables)
+    (6.0, 1)
+    """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__.lower()

@@ -120,8 +120,7 @@ class _Roll:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
-            # A port on a network is found by others; connections that say nothing must not use up all
-            # handles.
+            # Strangers find a port on a network; silent connections must not use up all handles.
             if len(self._silent) >= _MOST_CONNECTIONS:
                 self._drop(next(iter(self._silent)))
             connection.setblocking(False)
@@ -160,7 +159,7 @@ class _Roll:
         number, count, token = report.get("process"), report.get("count"), report.get("token", "")
         if type(number) is not int or type(count) is not int or not isinstance(token, str):
             return False
-        # In constant time: how long a comparison takes would otherwise tell a stranger the token.
+        # In constant time: how long a comparison takes would otherwise reveal the token.
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _drop(self, connection: socket.socket) -> None:
@@ -176,7 +175,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
         left = give_up - time.monotonic()
         if left <= 0:
             raise DistributedError(
-                f"Process 0, the coordinator, did not arrive within {timeout_s:g} seconds: nobody "
+                f"Process 0, the coordinator, did not arrive within {timeout_s:g} seconds: nothing "
                 f"listens at {host}:{port}, or it does not know this process (is {TOKEN} the same "
                 f"everywhere?). Start it, check that the address can be reached from here, or raise "
                 f"timeout_s."

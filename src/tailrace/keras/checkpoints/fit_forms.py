@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+
+_METADATA = "training_metadata.json"
+"""The file of a backup that Keras itself has written."""
 
 
 def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
@@ -48,7 +52,8 @@ def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | No
     """The checkpoints that Keras' BackupAndRestore requests; it is removed from the callbacks.
 
     By itself it saves weights and the epoch, and loses the seeds of dropout, metrics and the position
-    in the epoch. Here it means checkpoints in its directory.
+    in the epoch. Here it means checkpoints in its directory. A backup that Keras itself has left there
+    is Keras' to restore: the fit that it belongs to began without Tailrace.
     """
     kind = keras.callbacks.BackupAndRestore
     backup = next((one for one in callbacks_in(call) if type(one) is kind), None)
@@ -63,6 +68,12 @@ def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | No
             "'tailrace[checkpoint]'."
         )
         return None
+    if Path(backup.backup_dir, _METADATA).exists():
+        note_once(
+            f"BackupAndRestore runs as Keras has it, because {str(backup.backup_dir)!r} holds a backup "
+            f"that Keras has written: weights and the epoch. Later fits are kept whole."
+        )
+        return None
     given = call["callbacks"]
     if isinstance(given, keras.callbacks.CallbackList):
         given.callbacks.remove(backup)
@@ -72,4 +83,5 @@ def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | No
     every = 1 if at_epochs else max(1, int(backup.save_freq) // per_step)
     keep = 2 if backup.double_checkpoint else 1
     checkpoint = Checkpoint(str(backup.backup_dir), every=every, keep=keep)
-    return Keeping(checkpoint, number, at_epochs, removed=bool(backup.delete_checkpoint))
+    removed = bool(backup.delete_checkpoint)
+    return Keeping(checkpoint, number, at_epochs, removed=removed, backup=backup)

@@ -77,6 +77,7 @@ class Keeping:
         number: the index of the fit among those of the model with checkpoints.
         at_epochs: whether they are taken only at the ends of epochs.
         removed: whether they are removed once the fit has ended.
+        backup: the callback of Keras that asked for them, whose counters go on; None without one.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Keeping:
         number: int,
         at_epochs: bool = False,
         removed: bool = False,
+        backup: Any = None,
     ) -> None:
-        self.interrupts = Interrupts()
+        self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
@@ -153,8 +155,7 @@ class Keeping:
 
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint that the fit goes on from, its arrays and its note."""
-        kept = self._writer.directory.newest(self._writer.fit)
-        return None if kept is None else (kept, *orbax_files.read(kept.path))
+        return self._writer.directory.read_newest(self._writer.fit)
 
     @property
     def finished(self) -> bool:
@@ -218,8 +219,8 @@ class Keeping:
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """The saved states of the callbacks; empty if the fit starts, or has ended."""
-        if self._note is None or self.finished:
+        """The saved states of the callbacks; empty if the fit starts."""
+        if self._note is None:
             return []
         return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
 

@@ -52,6 +52,11 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         self._random_of_epoch: dict[str, Any] = {}
         self._begun = 0
         super().__init__(callbacks, add_history=True, **params)
+        # Where a fit has finished before, callbacks get the state of its end without a beginning: that
+        # is saved as what differs from here. One with `get_state` may not have any yet.
+        self._made = [
+            {} if callable(getattr(one, "get_state", None)) else plain_state(one) for one in users
+        ]
 
     # -- what Keras' loop calls -----------------------------------------------------------------
 
@@ -95,6 +100,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         """Call callbacks for a batch, and save if a checkpoint is due."""
         if batch < self._done:
             return
+        if self._keeping.backup is not None:
+            self._keeping.backup._should_save_on_batch(batch)  # it counts what it has seen
         super().on_train_batch_end(batch, logs)
         self._logs = logs or {}
         keeping, pacing = self._keeping, self._pacing
@@ -109,6 +116,9 @@ class KeptCallbacks(keras.callbacks.CallbackList):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call callbacks at the end of an epoch, and save if a checkpoint is due."""
+        backup = self._keeping.backup
+        if backup is not None:
+            backup._current_epoch, backup._last_batch_seen = epoch + 1, 0
         super().on_epoch_end(epoch, logs)
         self._epoch, self._logs = epoch + 1, {}
         keeping = self._keeping
@@ -136,9 +146,10 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     def _save(self, epoch: int, done: int, **kind: bool) -> None:
         if self._program().begun > self._begun:  # the data under way began in this epoch
             self._random_then = self._random_of_epoch
+        since = self._made if kind.get("ended") else self._before
         states = [
             changes(before, plain_state(one))
-            for before, one in zip(self._before, self._users, strict=True)
+            for before, one in zip(since, self._users, strict=True)
         ]
         position = {
             "epoch": epoch,

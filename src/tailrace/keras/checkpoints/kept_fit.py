@@ -8,6 +8,7 @@ import keras
 
 from tailrace.errors import WaitStopped
 from tailrace.feeds.waiting import Patience
+from tailrace.keras.checkpoints.callback_states import set_plain_state
 from tailrace.keras.checkpoints.fit_forms import callbacks_in, form_of_fit
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
@@ -30,8 +31,9 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
     listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
     call["x"] = keeping.replay(call["x"])
+    ended: list[Any] = []
     if keeping.finished:  # nothing is computed, and no callback is called
-        call["callbacks"], call["verbose"], listeners = None, 0, []
+        call["callbacks"], call["verbose"], ended, listeners = None, 0, listeners, []
     listen(adopted.model, adopted.settings, pacing, call)
     params = {name: call[name] for name in ("verbose", "epochs")}
     params["steps"] = call["steps_per_epoch"] or pacing.batches
@@ -62,5 +64,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
                 raise
         if not keeping.finished:
             kept.save_end()
+        for callback, state in zip(ended, keeping.states, strict=False):
+            set_plain_state(callback, state)  # the script may ask them what they have seen
         interrupts.reraise()  # a signal in the last epoch of a fit that a callback stopped
     return history

@@ -23,13 +23,13 @@ from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.outfeed_layers import silent
 from tailrace.keras.programs.executions import Executions, as_batch, exact
+from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
 from tailrace.program.loops import repeat_with, whole
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
-from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import on_device
 from tailrace.records.history import History
 
@@ -51,7 +51,8 @@ class Looping(Executions, ABC):
     """The number of them, from the start, that the step does not change."""
 
     def __init__(self, model: keras.Model) -> None:
-        super().__init__(model, Placement(settings_of(model).replicas), settings_of(model).replicas)
+        settings = settings_of(model)
+        super().__init__(model, placement_of(settings), settings.replicas)
         self.layout = Layout(model)
         self.variables = [getattr(self.layout, kind) for kind in self.kinds]
         self.out = OutfeedQueue()

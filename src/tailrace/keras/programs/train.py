@@ -21,7 +21,6 @@ import numpy as np
 
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
-from tailrace.errors import DistributedError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
@@ -32,9 +31,9 @@ from tailrace.keras.optimizers.wrappers import wrappers_of
 from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Values
+from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.short_steps import ShortSteps
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
-from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
@@ -52,14 +51,8 @@ class Training(Executions):
 
     def __init__(self, model: keras.Model) -> None:
         settings = settings_of(model)
-        placement = Placement(settings.replicas)
-        if not placement.in_one_process:
-            raise DistributedError(
-                f"A Keras model trains in one process, on all of its devices; this program has "
-                f"{jax.process_count()} processes. Start one, or train with tr.Trainer."
-            )
         count = settings.microbatches
-        super().__init__(model, placement, count * settings.replicas)
+        super().__init__(model, placement_of(settings), count * settings.replicas)
         self.layout = Layout(model)
         self.engine: Engine | None = None
         self.journal = Journal(settings.run_dir)

@@ -1,8 +1,8 @@
 """A model in stages, called as the plain step calls it: all forwards, then all backwards.
 
 In: a traced forward that returns loss, next model state and aux. Out: `Model`, whose `run` is one
-microbatch through its stages. What is around the calls of stages (sums of gradients, names) is a call
-too, in the unit where its operands are.
+microbatch through its stages. Everything around the calls of stages (sums of gradients, names) is a
+call too, in the unit that has its operands.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tailrace.program.step.training_step import TrainState
 
 
 class Microbatch(NamedTuple):
-    """What the stages make of one microbatch.
+    """The results of one microbatch.
 
     Attributes:
-        loss: of it.
-        aux: what else the model returns.
-        model_state: the next one.
-        gradients: of parameters, by stage, then by the parameter's number.
+        loss: the loss.
+        aux: the other results of the model.
+        model_state: the next model state.
+        gradients: the gradients of parameters, by stage, then by the parameter's number.
     """
 
     loss: Any
@@ -45,8 +45,8 @@ class Model:
     """A model in stages, ready to be called microbatch by microbatch.
 
     Attributes:
-        stages: of it; their results are loss, model state and aux.
-        names: of the parameters, in order.
+        stages: its stages; their results are loss, model state and aux.
+        names: the names of the parameters, in order.
     """
 
     stages: Stages
@@ -76,11 +76,12 @@ class Model:
         return self.stages.outvars[0]
 
     def run(self, state: TrainState, batch: Tree, inputs: Tree) -> Microbatch:
-        """One microbatch through all stages, forth and back."""
+        """One microbatch through all stages, forward and backward."""
         stages = self.stages
         named = self._named_state(state.model_state)
         values = stages.start(state.params, named, batch, inputs)
-        # Each stage finds its inputs among what the ones before it made: skips need no special case.
+        # Each stage finds its inputs among the outputs of all earlier stages: skips need no special
+        # case.
         residuals = [stage.call_forward(values) for stage in stages.each]
         dtype = self.loss.aval.dtype
         scale = state.loss_scale
@@ -90,7 +91,7 @@ class Model:
         aux = jax.tree_util.tree_map_with_path(
             lambda path, var: self._named(f"aux/{path_name(path) or '0'}", var, values), aux
         )
-        # The carried state, not the named: what does not change stays the same variable.
+        # The carried state, not the marked one: a leaf that does not change keeps its variable.
         carried, structure = jax.tree.flatten(state.model_state)
         after = jax.tree.unflatten(structure, stages.next_state(carried, values))
         return Microbatch(self._named("loss", self.loss, values), aux, after, gradients)
@@ -108,7 +109,7 @@ class Model:
                 if var in numbers:  # each stage accumulates its own part
                     mine[numbers[var]] = gradient
                 elif var in homes:
-                    # Added as early as can be, so that one value goes on and not several.
+                    # Added as early as possible, so that one value is sent, not several.
                     homes[var] = _meeting(homes[var], stage.backward_unit)
                     pair = gradients[var], gradient
                     gradients[var] = in_unit(homes[var], lambda pair=pair: pair[0] + pair[1])
@@ -117,12 +118,12 @@ class Model:
         return found
 
     def _named(self, name: str, var: Any, values: dict[Any, Any]) -> Any:
-        """A result, marked with its name where it is made."""
+        """A result, marked with its name in the unit that computes it."""
         home = self.stages.home([var])
         return in_unit(home, lambda: mark(value_in(values, var), Tag("value", name)))
 
     def _named_state(self, model_state: Tree) -> Any:
-        """The model state, marked with its names where it is used first."""
+        """The model state, marked with its names in the unit that uses it first."""
         homes = iter(self.stages.state)
 
         def named(path: Any, leaf: object) -> Any:
@@ -141,14 +142,14 @@ class Model:
         return tuple(index for index in range(len(self.names)) if not self.users(index))
 
     def gradient_name(self, index: int, stage: Stage) -> str:
-        """What a stage's gradient of a parameter is called.
+        """The name of a stage's gradient of a parameter.
 
-        A weight that several stages use has a gradient in each; their sum exists once a step.
+        A weight that several stages use has a gradient in each; they are summed once per step.
         """
         return self.names[index] + (f"@{stage.number}" if len(self.users(index)) > 1 else "")
 
     def check_alone(self) -> None:
-        """Refuse weights of several stages, where gradients of microbatches are changed."""
+        """Refuse weights of several stages if the gradients of microbatches are changed."""
         for index in [index for stage in self.stages.each for index in stage.params]:
             if len(several := self.users(index)) > 1:
                 raise PipelineError(
@@ -160,10 +161,10 @@ class Model:
 
 
 def _meeting(one: Who, other: Who) -> Who:
-    """The first backward that can have values of two others."""
+    """The first backward that can have the values of two others."""
     if one == other or one[1] != other[1]:
         return min(one, other, key=lambda who: who[1])
-    # Members of a group run at the same time, on several devices: behind it they meet.
+    # Members of a group run at the same time, on several devices: their values meet after it.
     return "B", one[1] - 1, 0
 
 

@@ -1,4 +1,4 @@
-"""What an executable runs for a loop over pipelined steps: one program for all devices of a mesh."""
+"""The program of a loop over pipelined steps: one for all devices of a mesh."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PipelinePlacement(Placement):
     """The devices of a pipeline: replicas times stages.
 
     Args:
-        replicas: how many copies of the pipeline.
-        stages: how many devices each has; 0 while that is unknown.
+        replicas: the number of copies of the pipeline.
+        stages: the number of devices of each; 0 while that is unknown.
     """
 
     mesh: Any
@@ -46,11 +46,11 @@ class PipelinePlacement(Placement):
 class PipelineProgram(DeviceProgram):
     """A piece of a loop over pipelined steps, for all devices of a mesh of replicas and stages.
 
-    The carry is not found by variable but in buffers: `Buffer("held", i)` for buffer i of what each
-    device holds for itself, `Buffer("all", i)` for value i, which is the same on all of them.
+    The keys of the carry are buffers, not variables: `Buffer("held", i)` for buffer i, which differs
+    per device, `Buffer("all", i)` for value i, which is equal on all devices.
 
     Args:
-        piece: what it runs.
+        piece: the piece of the loop.
         assembly: which device does what, and where values are.
     """
 
@@ -90,7 +90,7 @@ class PipelineProgram(DeviceProgram):
 
         def call(*args: Any) -> Any:
             results, emitted, ticket = function(*args)
-            if one:  # as without replicas: no dim for them
+            if one:  # no replica dim, as without replicas
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
             return results, emitted, ticket
 
@@ -113,8 +113,8 @@ class PipelineProgram(DeviceProgram):
             condense(inside)
             return after, ([], inside.emitted)
 
-        # Filled with zeros once in an execution; where a step may be skipped, at every step.
-        # Nothing reads what a step before left there: slots are written before they are read.
+        # Filled with zeros once per execution, or in every step if steps may be skipped. Old
+        # content does not matter: slots are written before they are read.
         start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
         if self._skips:
             one_pass = skipping(one_pass, functools.partial(_is_good, machine))
@@ -126,7 +126,7 @@ class PipelineProgram(DeviceProgram):
         held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
-            # One device made it. The outputs of the program are alike on all of them.
+            # One device computed it. The outputs of the program are equal on all devices.
             source = machine.emitting.sources.get(key)
             if source is not None:
                 emission = jax.tree.map(functools.partial(from_device, source), emission)
@@ -134,11 +134,12 @@ class PipelineProgram(DeviceProgram):
         emitted = jax.tree.map(lambda leaf: leaf[None], self._emitted(frame))
         return self._left(held, alike), emitted, self._what_follows(numbers)
 
-    # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1. What
-    # runs on a device knows nothing of them: they are removed on the way in and added on the way out.
+    # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1.
+    # The code of one device does not see them: they are removed on the way in and added on the way
+    # out.
 
     def _entered(self, carried: Tree) -> tuple[list[Any], list[Any]]:
-        """The carry as one device sees it: its own buffers, and what all have alike."""
+        """The carry as one device sees it: its buffers, and the values that are equal on all."""
         a = self._assembly
         count = len(a.held_layout.buffers)
         held = [
@@ -189,7 +190,7 @@ class PipelineProgram(DeviceProgram):
 
 
 def _is_good(machine: Machine, emitted: Any) -> Any:
-    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
+    """Whether all flags that a step emitted are true, on the device of each, on all replicas."""
     good = jnp.array(True)
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):

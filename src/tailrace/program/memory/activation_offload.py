@@ -1,4 +1,4 @@
-"""Activations offloaded to host memory: the forward pass in parts, one of them on the device at a time.
+"""Activations offloaded to host memory: the forward pass in parts, one on the device at a time.
 
     forward    part 0 ──▶ part 1 ──▶ ... ──▶ part n      values that cross a cut are sent to the host
     backward   part 0 ◀── part 1 ◀── ... ◀── part n      and come back for the part that needs them
@@ -125,7 +125,7 @@ class HeldActivations:
 def activations_on_host(
     device: Any, pipelined: bool = False, replicas: int = 1
 ) -> tuple[HeldActivations | None, tuple[str, ...]]:
-    """What offloads the activations, if that is possible, and a message about it.
+    """The object that offloads the activations, if that is possible, and a message about it.
 
     A pipeline offloads its stash instead, and does not cut its forward passes further. Without a
     pipeline, the message is known once the forward pass is traced. `replicas` share the host's memory.

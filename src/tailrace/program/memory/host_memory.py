@@ -74,7 +74,7 @@ def obstacle(device: Any, guarded: bool) -> str | None:
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
     except Exception as error:  # a plugin without memory kinds
-        return f"the device does not tell its memories ({error})"
+        return f"the device does not list its memories ({error})"
     if HOST_MEMORY not in kinds:
         return f"a {device.device_kind} has no {HOST_MEMORY} memory"
     if guarded:

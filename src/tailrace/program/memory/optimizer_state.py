@@ -72,7 +72,7 @@ class StateKeeping:
         return sum(nbytes(form) for form in jax.tree.leaves(self.held_forms)) - self.host_bytes
 
     def hold(self, leaves: Iterable[Any], placement: Placement) -> Any:
-        """Place the leaves of a whole state as they are to be held.
+        """Place the leaves of a whole state in their held form.
 
         Each is placed before the next is requested: all of them may be too large for one device.
         """
@@ -125,7 +125,7 @@ class StateKeeping:
 
     @property
     def moves_memory(self) -> bool:
-        """Whether leaves are really offloaded, or only the program order is as if they were."""
+        """Whether leaves are really offloaded; otherwise only the order of the program is the same."""
         return self.moves is not host_memory.NO_MOVES
 
 
@@ -150,7 +150,7 @@ def keep_state(
         placement: the replicas.
         taps: the taps: leaves of the state that are observed stay on the device.
         share: whether to shard it over replicas.
-        offload_state: whether to offload it to host memory; None: where that pays.
+        offload_state: whether to offload it to host memory; None: if that pays.
         microbatches: the number of microbatches per step.
         pipelined: whether the model is a pipeline.
         moves: the transfers to use; None for the device's, if it supports them.
@@ -185,7 +185,7 @@ def keep_state(
 
 def _offloaded(held: Sequence[Any], forms: Tree, taps: Sequence[Any]) -> list[bool]:
     """For each leaf as it is held, whether it goes to host memory: if it is large and not observed."""
-    # A tap reads it in the step; it would be brought back for that in every one.
+    # A tap reads it in every step, for which it would be fetched each time.
     whole = zip(_leaf_names(forms), jax.tree.leaves(forms), strict=True)
     seen = [is_tapped(taps, name, form) for name, form in whole]
     return [

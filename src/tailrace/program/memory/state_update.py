@@ -31,7 +31,7 @@ class HeldUpdate:
 
     Args:
         keeping: how each leaf of the state is held.
-        optimizer: what makes the update; see `Step`.
+        optimizer: computes the update; see `Step`.
         taps: the taps of the training step.
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.

@@ -82,13 +82,13 @@ class DeviceProgram(ABC):
 
     It returns the next `carried`, the emissions, and the numbers of a dispatch that continues from
     there. `read` has the values of `piece.segment.reads`, `elements` the block of each feed that is
-    read, `free` the numbers that equal programs may choose otherwise.
+    read, `free` the numbers in which otherwise equal programs may differ.
 
     Args:
-        piece: what it runs.
-        carried: the keys in `LoopState` of what it overwrites, in the order of the argument.
+        piece: the piece to run.
+        carried: the keys in `LoopState` of the values it overwrites, in the order of the argument.
         writes: the keys of its results.
-        plan: the plan of the pipeline that it runs, if it does.
+        plan: the plan of its pipeline, if it has one.
 
     Attributes:
         rows: for emissions with a row per observed iteration, their period, by key; known once the
@@ -165,10 +165,10 @@ class DeviceProgram(ABC):
 
 
 class SegmentProgram(DeviceProgram):
-    """Each replica runs the equations of the segment on a device of its own.
+    """Each replica runs the equations of the segment on a separate device.
 
     Args:
-        piece: what it runs.
+        piece: the piece to run.
         each: carried values that differ per replica: outside the program, dim 0 is the replica dim.
         spread: carried values that are sharded over replicas: outside, shards are concatenated along
             dim 0.
@@ -220,7 +220,7 @@ class SegmentProgram(DeviceProgram):
         )
         equations = list(segment.equations)
         if segment.is_loop:
-            # The loop over a piece instead of the whole.
+            # The loop, cut to this piece.
             equations[0] = self._shortened(equations[0])
             known[equations[0].invars[-1]] = counters
         self._rewriter.run_equations(equations, known, frame, first=segment.first)

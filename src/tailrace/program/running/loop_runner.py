@@ -113,7 +113,7 @@ class LoopRunner:
 
     @property
     def executables(self) -> Mapping[Hashable, Executable]:
-        """What was made of the loop so far, by what each is for."""
+        """The executables of the loop so far, by purpose."""
         return self._executables
 
     @property
@@ -145,14 +145,14 @@ class LoopRunner:
         inputs = jaxpr.invars[: self._program.num_carried]
         state.values.update(zip(inputs, jax.tree.leaves(carried), strict=True))
         self.read(state, read)
-        # What the function computes before its loop runs once, here, not in every dispatch.
+        # Whatever the function computes before its loop runs once, here, not in every dispatch.
         for segment in self._program.before:
             self._executable(segment, None).run(state, Numbers(0, 0))
         self.layout.take(state)
         return state
 
     def read(self, state: LoopState, read: Tree) -> None:
-        """Replace what the loop only reads."""
+        """Replace the values that the loop only reads."""
         leaves = self.placement.put(jax.tree.leaves(read))
         inputs = self.traced.jaxpr.invars[self._program.num_carried :]
         state.values.update(zip(inputs, leaves, strict=True))

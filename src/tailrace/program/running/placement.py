@@ -23,8 +23,8 @@ class Placement:
     """Where a program runs: one device, or the replicas of a mesh.
 
     Attributes:
-        replicas: their number.
-        mesh: of the replicas; None for one device.
+        replicas: the number of replicas.
+        mesh: the mesh of the replicas; None for one device.
         chosen: the one device, if it is not the first.
     """
 
@@ -100,7 +100,7 @@ class Placement:
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            # A value that no process can read whole moves in a program, which all of them run.
+            # A value that no process can read whole is moved by a program that all of them run.
             return jax.jit(lambda x: x, out_shardings=sharding)(value)
         array = np.asarray(value)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -127,7 +127,7 @@ class ReplicaLayout(LoopLayout):
         return entry.stage
 
     def by_element(self, value: Any) -> Any:
-        """The value as it is: an iteration sends something out for each element."""
+        """The value unchanged: an iteration sends out one value per element."""
         return value
 
     @property

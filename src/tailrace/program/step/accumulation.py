@@ -63,7 +63,7 @@ class Accumulation:
             over microbatches and replicas, which is correct if they are unequal.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import jax.numpy as jnp
     >>> import tailrace as tr
@@ -137,9 +137,9 @@ def apart(grad: Any, number: Any) -> Any:
     """A gradient that XLA computes before it is added to a sum.
 
     XLA's CPU compiler adds the product of a matrix and a vector to a sum in one kernel, which rounds
-    otherwise than two, but only if nothing else reads the product: a tap would change last bits. A
-    factor of one that the compiler cannot foresee keeps them apart; barriers are gone by then. (A mean
-    has a factor anyway.)
+    differently from two kernels, but only if nothing else reads the product: a tap would change the
+    last bits. A factor of one that the compiler cannot foresee keeps them apart; barriers have been
+    removed by then. (A mean has a factor anyway.)
     """
     if devices.platform() != "cpu":
         return grad

@@ -59,7 +59,7 @@ class LossScale:
         interval: the number of consecutive good steps before the scale grows.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import tailrace as tr
     >>> tr.LossScale(1024.0, interval=100)

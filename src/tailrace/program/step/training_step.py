@@ -53,7 +53,7 @@ ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""
 
 Compute = Callable[[Any, Any, Any, Any], Any]
-"""`compute(params, model_state, batch, inputs)` returns what is wanted of one element."""
+"""`compute(params, model_state, batch, inputs)` returns the values to send out for an element."""
 
 
 class Yield(NamedTuple):
@@ -68,8 +68,8 @@ class Yield(NamedTuple):
 class Step(ABC):
     """The definition of a training step.
 
-    What microbatches compute and how their gradients are accumulated is a `PlainStep`'s, or a
-    `PipelineStep`'s. What comes once a step, the reduction over replicas and the update, is here.
+    A `PlainStep` or a `PipelineStep` computes microbatches and accumulates their gradients. What
+    happens once per step, the reduction over replicas and the update, is here.
 
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
@@ -211,8 +211,8 @@ class Step(ABC):
         else:
             params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
-        # Once a step, not per microbatch: it advances with each, and a collective there would wait for
-        # the slowest replica as often. Integers, such as counters, have no mean.
+        # Once per step, not per microbatch: a collective in each would wait for the slowest replica
+        # every time. Integers, such as counters, have no mean.
         model_state = jax.tree_util.tree_map_with_path(
             lambda path, x: (
                 cross_replica_mean(x)
@@ -273,7 +273,7 @@ class Step(ABC):
         own = {}
         if self.loss_scale is not None and state.loss_scale is not None:
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
-        # A fixed scale says nothing that the options do not.
+        # A fixed scale is known from the options.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 

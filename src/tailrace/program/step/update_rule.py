@@ -1,4 +1,4 @@
-"""What an optimizer makes of parameters: one rule for optax and for optimizers of other libraries."""
+"""The update of parameters: one rule for optax and for optimizers of other libraries."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false

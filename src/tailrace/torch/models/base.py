@@ -40,6 +40,13 @@ class Model(ABC):
                 f"A model wraps a torch.nn.Module. Received: {type(module).__name__}. Put the "
                 f"function into the forward method of a module."
             )
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise OptionError(
+                    f"A model wraps a module whose parameters have their shapes. {name!r} of "
+                    f"{type(module).__name__} gets its shape when the module runs first. Call the "
+                    f"module on a batch once, as PyTorch advises for lazy modules, then wrap it."
+                )
         self.module, self._options = module, options
         self._returned = options.resolved_mode(self._default_mode)
         self._training = training_modes(module)

@@ -8,6 +8,7 @@ before a call          updates by other models with the same weights are applied
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from tailrace.torch.models.base import Model
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
-from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.binding import DeviceOptimizer, has_stepped
 from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.module_function import training_modes
 from tailrace.torch.tracing.watch import current_watch
@@ -53,7 +54,7 @@ class FollowingModel(Model):
         link(module, self)
         self._sharing.join(module)
         self._hook(optimizer)
-        if optimizer.state:  # it has made steps, perhaps in another process
+        if has_stepped(optimizer):  # perhaps in another process
             note_what_is_lacking(module)
 
     def copy_weights_to_host_if_needed(self) -> bool:
@@ -137,7 +138,8 @@ class FollowingModel(Model):
             for hook in self._hooks:
                 hook.remove()
             self._hook(optimizer)
-        goes_on = bound.key == before.key and not self._reloaded and (same or not optimizer.state)
+        goes_on = same or not has_stepped(optimizer)
+        goes_on = goes_on and bound.key == before.key and not self._reloaded
         if exists and not goes_on:
             if bound.key != before.key:
                 self._drop_program()
@@ -230,6 +232,18 @@ class FollowingModel(Model):
             self._step = self._program.engine.step
             self._program.close()
         self._program, self._held = None, None
+
+
+def note_hooks_of_steps(optimizer: torch.optim.Optimizer, own: Collection[int]) -> None:
+    """Log that hooks of an optimizer's step are not called; `own` are the ids of those of a model."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(number not in own for held in hooks for number in held):
+        note_once(
+            f"Hooks of the step of {type(optimizer).__name__} (register_step_pre_hook, "
+            f"register_step_post_hook) are not called: updates run on the device, many in a call. Call "
+            f"the function after the model.",
+            key=f"hooks of steps {type(optimizer).__name__}",
+        )
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

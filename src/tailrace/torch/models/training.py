@@ -22,7 +22,7 @@ from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
-from tailrace.torch.models.host_sync import FollowingModel
+from tailrace.torch.models.host_sync import FollowingModel, note_hooks_of_steps
 from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
@@ -270,5 +270,6 @@ class TrainingModel(FollowingModel):
                 self._log = CallLog(History(first, *counts))
             self._log.add(results, self._hypers)
         self.version += 1
+        note_hooks_of_steps(self.optimizer, [hook.id for hook in self._hooks])
         # Schedulers check whether the optimizer has made a step; it has, on the device.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

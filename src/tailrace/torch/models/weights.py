@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from tailrace.torch.errors import WrappedError
 
@@ -51,6 +52,34 @@ def unlink(module: torch.nn.Module, owner: Any) -> None:
 def _owned_class(module: torch.nn.Module, owners: tuple[Any, ...]) -> type:
     original = vars(type(module)).get("_tailrace_original", type(module))
     return _reading_class(original, owners) if owners else original
+
+
+def _class_like(original: type) -> Any:
+    """The class of a derived class.
+
+    `parametrize` gives a module a class of its own with a property for the weight. To remove it, it
+    deletes the property from the class of the module and goes back to the first base: both are meant
+    for `original`.
+    """
+    kind = type(original)
+    if parametrize.__name__ not in _makers_of(original):
+        return kind
+
+    class Parametrized(kind):
+        @property
+        def __bases__(cls) -> tuple[type, ...]:
+            return original.__bases__
+
+        def __delattr__(cls, name: str) -> None:
+            delattr(original, name)
+
+    return Parametrized
+
+
+def _makers_of(original: type) -> set[str]:
+    """The modules whose functions are properties of a class."""
+    found = [one.fget for one in vars(original).values() if isinstance(one, property)]
+    return {function.__module__ for function in found if function is not None}
 
 
 def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
@@ -108,7 +137,7 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             return made  # the class has its own way
         return (object.__new__, (original,), *made[2:])  # copies are of the original class
 
-    return type(
+    return _class_like(original)(
         original.__name__,
         (original,),
         {

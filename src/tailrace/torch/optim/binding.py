@@ -21,6 +21,7 @@ from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB
+from tailrace.torch.optim.further_rules import NUMBERS
 from tailrace.torch.optim.loss_scaling import FACTOR, next_factor
 from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
 
@@ -30,7 +31,22 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (torch.optim.Adam, "adam"),
     (torch.optim.RMSprop, "rmsprop"),
     (LAMB, "lamb"),
+    (torch.optim.Adadelta, "adadelta"),
+    (torch.optim.Adagrad, "adagrad"),
+    (torch.optim.Adamax, "adamax"),
+    (torch.optim.ASGD, "asgd"),
+    (torch.optim.NAdam, "nadam"),
+    (torch.optim.RAdam, "radam"),
+    (torch.optim.Rprop, "rprop"),
 )
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has made steps, or was given the state of one that has.
+
+    Adagrad has state from the beginning, and counts no step in it.
+    """
+    return any("step" not in held or held["step"] > 0 for held in optimizer.state.values())
 
 
 def _is_known(kind: type) -> bool:
@@ -66,8 +82,8 @@ class DeviceOptimizer:
         if kind is None:
             raise UsageError(
                 f"Unsupported optimizer type: updates run on the device, for torch.optim.SGD, Adam, "
-                f"AdamW, RMSprop and those of tt.optim. Received: {type(optimizer).__name__}. Use one "
-                f"of these."
+                f"AdamW, RMSprop, Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, Rprop and those of "
+                f"tt.optim. Received: {type(optimizer).__name__}. Use one of these."
             )
         self.kind = kind
         if "step" in vars(type(optimizer)) and not _is_known(type(optimizer)):
@@ -82,7 +98,7 @@ class DeviceOptimizer:
             for slot, dtype in getattr(optimizer, "state_types", {}).items()
             if dtype is not None
         }
-        goes_on = before is not None and before.kind == kind and not optimizer.state
+        goes_on = before is not None and before.kind == kind and not has_stepped(optimizer)
         self._source = before.optimizer.state if before and goes_on else optimizer.state
         self.late = self._late()
         self.listed = [param for group in optimizer.param_groups for param in group["params"]]
@@ -139,7 +155,8 @@ class DeviceOptimizer:
         scaling = self.loss_scaling
         norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
         return np.array(
-            [row_of(group, scaling, norm) for group in self.optimizer.param_groups], np.float32
+            [row_of(group, self.kind, scaling, norm) for group in self.optimizer.param_groups],
+            np.float32,
         )
 
     # -- in the program -------------------------------------------------------------------------
@@ -171,11 +188,12 @@ class DeviceOptimizer:
         return {name: most - own for name, own in steps.items() if own != most}
 
     def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
-        dtype = self.state_types.get(slot, param.dtype)
+        dtype = jnp.float32 if slot in NUMBERS else self.state_types.get(slot, param.dtype)
         held = self._held(name).get(slot)
         if held is not None:
             return jnp.asarray(array_of(held), dtype)
-        return jnp.full(param.shape, rule.start(slot), dtype)
+        shape = () if slot in NUMBERS else param.shape
+        return jnp.full(shape, rule.start(slot), dtype)
 
     def _held(self, name: str) -> Mapping[str, Any]:
         return self._source.get(self.tensors[name], {})
@@ -189,7 +207,7 @@ class DeviceOptimizer:
         if self.gradient_scale != 1:
             wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
         if self.scaled:
-            scaling = Hypers(state["hyper"][0]).loss_scaling
+            scaling = Hypers(state["hyper"][0], self.kind).loss_scaling
             if self.automatic:
                 seen = {name: grads[name] for name in wide}
                 after[FACTOR] = updated[FACTOR] = next_factor(seen, params[FACTOR], scaling)
@@ -200,11 +218,11 @@ class DeviceOptimizer:
             }
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
-            most = Hypers(state["hyper"][0]).max_grad_norm
+            most = Hypers(state["hyper"][0], self.kind).max_grad_norm
             share = jnp.minimum(most / (norm + 1e-6), 1)
             wide = {name: grad * share for name, grad in wide.items()}
         for number, rule in enumerate(self.groups):
-            numbers = Hypers(state["hyper"][number])
+            numbers = Hypers(state["hyper"][number], self.kind)
             for name in rule.params:
                 param = params[name]
                 slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}

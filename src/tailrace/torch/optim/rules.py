@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.array_like import TensorLike
+from tailrace.torch.optim import further_rules
+from tailrace.torch.optim.further_rules import correction, further_numbers, moments
 
 COLUMNS = (
     "lr",
@@ -38,7 +40,17 @@ COLUMNS = (
 """The numbers of one parameter group, in the order of the device array."""
 
 
-def row_of(group: Mapping[str, Any], loss_scaling: float, max_grad_norm: float) -> list[float]:
+def columns_of(kind: str) -> tuple[str, ...]:
+    """The numbers of one parameter group of a kind of optimizer, in the order of the device array.
+
+    Those that one kind has come last: files saved by the others keep their form.
+    """
+    return COLUMNS + further_rules.COLUMNS.get(kind, ())
+
+
+def row_of(
+    group: Mapping[str, Any], kind: str, loss_scaling: float, max_grad_norm: float
+) -> list[float]:
     """The numbers of a parameter group; differences and logarithms are computed in double precision."""
     beta1, beta2 = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
     alpha = float(group.get("alpha", 0.0))
@@ -59,20 +71,21 @@ def row_of(group: Mapping[str, Any], loss_scaling: float, max_grad_norm: float) 
         "max_weight_norm": float(group.get("max_weight_norm", 0.0) or 0.0),
         "loss_scaling": loss_scaling,
         "max_grad_norm": max_grad_norm,
+        **further_numbers(group),
     }
-    return [values[name] for name in COLUMNS]
+    return [values[name] for name in columns_of(kind)]
 
 
 class Hypers:
     """The numbers of one group inside the program, by name."""
 
-    def __init__(self, row: Any) -> None:
-        self._row = row
+    def __init__(self, row: Any, kind: str) -> None:
+        self._row, self._columns = row, columns_of(kind)
 
     def __getattr__(self, name: str) -> Any:
         # A sum of one number, not a slice: XLA hoists it out of the loop, while a slice would be a
         # separate kernel in each step on a GPU.
-        one = np.arange(len(COLUMNS)) == COLUMNS.index(name)
+        one = np.arange(len(self._columns)) == self._columns.index(name)
         found = self.__dict__[name] = jnp.sum(jnp.where(one, self._row, 0))
         return found
 
@@ -82,7 +95,7 @@ class GroupRule:
     """The update rule of one parameter group.
 
     Attributes:
-        kind: "sgd", "adam", "rmsprop" or "lamb".
+        kind: "sgd", "adam", "rmsprop", "lamb", or one of `further_rules`.
         params: their names.
         flags: the options that decide which tensors exist.
     """
@@ -95,6 +108,8 @@ class GroupRule:
     def slots(self) -> tuple[str, ...]:
         """The state tensors that each parameter has, by PyTorch's names."""
         has = self.flags.__contains__
+        if self.kind in further_rules.SLOTS:
+            return further_rules.SLOTS[self.kind]
         if self.kind == "sgd":
             return ("momentum_buffer",) if has("momentum") else ()
         if self.kind in ("adam", "lamb"):
@@ -117,7 +132,11 @@ class GroupRule:
             g = -g
         if "weight_decay" in self.flags and "decoupled" not in self.flags:
             g = g + h.weight_decay * p
-        return getattr(self, f"_{self.kind}")(p, g, slots, h, step)
+        elif "weight_decay" in self.flags and self.kind != "lamb":  # which has it in its update
+            p = p * (1 - h.lr * h.weight_decay)
+        further = further_rules.FURTHER.get(self.kind)
+        rule = further or getattr(self, f"_{self.kind}")
+        return rule(p, g, slots, h, step)
 
     def _sgd(
         self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
@@ -131,25 +150,15 @@ class GroupRule:
             g = g + h.momentum * buffer if "nesterov" in self.flags else buffer
         return p - h.lr * g
 
-    def _moments(self, g: TensorLike, slots: dict[str, Any], h: Hypers) -> tuple[Any, Any]:
-        first = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
-        second = h.beta2 * slots["exp_avg_sq"] + h.rest2 * g * g
-        slots.update(exp_avg=first, exp_avg_sq=second)
-        return first, second
-
     def _corrections(self, h: Hypers, step: Any) -> tuple[Any, Any]:
         if "uncorrected" in self.flags:
             return jnp.float32(1), jnp.float32(1)
-        t = step.astype(jnp.float32)
-        # 1 - beta**t, without the cancellation that it would have in single precision
-        return -jnp.expm1(t * h.log_beta1), -jnp.expm1(t * h.log_beta2)
+        return correction(h.log_beta1, step), correction(h.log_beta2, step)
 
     def _adam(
         self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
     ) -> Any:
-        if "decoupled" in self.flags and "weight_decay" in self.flags:
-            p = p * (1 - h.lr * h.weight_decay)
-        first, second = self._moments(g, slots, h)
+        first, second = moments(g, slots, h)
         correction1, correction2 = self._corrections(h, step)
         if "amsgrad" in self.flags:
             second = slots["max_exp_avg_sq"] = jnp.maximum(slots["max_exp_avg_sq"], second)
@@ -159,7 +168,7 @@ class GroupRule:
     def _lamb(
         self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
     ) -> Any:
-        first, second = self._moments(g, slots, h)
+        first, second = moments(g, slots, h)
         correction1, correction2 = self._corrections(h, step)
         update = (first / correction1) / (jnp.sqrt(second / correction2) + h.eps)
         update = update + h.weight_decay * p

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
@@ -33,6 +35,7 @@ from tailrace.torch.torchax.ops.matrices import MATRICES
 from tailrace.torch.torchax.ops.pools import POOLS
 from tailrace.torch.torchax.ops.special_functions import COMPOSED, SPECIAL
 from tailrace.torch.torchax.unnamed_device import unnamed_device
+from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -155,6 +158,7 @@ def make_environment() -> Any:
         delattr(Tensor, name)
     for kind in (Tensor, View):
         kind.__setitem__ = _seen(kind.__setitem__)
+    Tensor.detach = _detached(Tensor.detach)
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
@@ -234,6 +238,7 @@ def make_environment() -> Any:
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)
+            args, kwargs = cast_arguments(func, args, kwargs)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
             first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
@@ -330,12 +335,30 @@ def _composed(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
 def _seen(write: Callable[..., None]) -> Callable[..., None]:
     """Indexed assignment, which modes do not intercept, after earlier writes."""
 
-    def run(self: Any, *given: Any) -> None:
+    def run(self: Any, key: Any, value: Any) -> None:
         if (watch := current_watch()) is not None:
             watch.aliases.settle()
-        write(self, *given)
+            key, value = rebuild((key, value), watch.constant)
+        write(self, _index_of(key), value)
 
     return run
+
+
+def _detached(detach: Callable[..., Any]) -> Callable[..., Any]:
+    """`detach`, which modes do not intercept, as a tensor that shares its values."""
+
+    def run(self: Any) -> Any:
+        watch = current_watch()
+        return detach(self) if watch is None else watch.aliases.detached(self)
+
+    return run
+
+
+def _index_of(key: Any) -> Any:
+    """An index with its lists as arrays, as in `x[[0, 2], 1]`: JAX refuses lists."""
+    if isinstance(key, tuple):
+        return tuple(_index_of(part) for part in key)
+    return np.asarray(key) if isinstance(key, list) else key
 
 
 def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, env: Any) -> Any:

@@ -96,7 +96,14 @@ def corrected(
         same = dtype is None or leaf._elem.dtype == dtype
         return leaf if same else tensor(as_dtype(leaf._elem, dtype))
 
-    return rebuild(found, cast)
+    return _with_names(rebuild(found, cast), wanted)
+
+
+def _with_names(found: Any, wanted: Any) -> Any:
+    """Several results as PyTorch names them (`torch.return_types`), where a lowering has a tuple."""
+    named = type(wanted)
+    plain = type(found) in (tuple, list) and issubclass(named, tuple) and named is not tuple
+    return named(found) if plain and len(found) == len(wanted) else found
 
 
 def as_dtype(array: TensorLike, dtype: DTypeLike) -> Any:

@@ -42,6 +42,18 @@ VIEWS = frozenset(
 )
 """Functions that return a view, or a copy where there can be no view."""
 
+_SPLITTING = (
+    *("chunk", "dsplit", "hsplit", "split", "split_with_sizes", "tensor_split", "unbind", "vsplit"),
+)
+
+SPLITS = frozenset(
+    getattr(place, name)
+    for place in (torch, torch.Tensor)
+    for name in _SPLITTING
+    if hasattr(place, name)
+)
+"""Functions that return several views of one tensor."""
+
 
 @dataclasses.dataclass
 class _View:
@@ -53,6 +65,7 @@ class _View:
         again: what makes it from its base.
         shadow: a tensor without values that has PyTorch's strides.
         seen: the values of the view and of its base when they were last known to agree.
+        detached: whether PyTorch's graph does not see what is written through it.
     """
 
     tensor: Any
@@ -60,6 +73,7 @@ class _View:
     again: Callable[[Any], Any]
     shadow: torch.Tensor
     seen: tuple[Any, Any]
+    detached: bool = False
 
 
 class Aliases:
@@ -69,8 +83,15 @@ class Aliases:
         self._views: list[_View] = []
 
     def note(self, func: Callable[..., Any], out: TensorLike, args: Tree, kwargs: Tree) -> None:
-        """Remember a view that a function returned, if it is one and not a copy."""
-        if func not in VIEWS or not args or not hasattr(out, "_elem") or out is args[0]:
+        """Remember the views that a function returned, if they are views and not copies."""
+        if func in SPLITS and args:
+            for number, part in enumerate(out):
+                self._note(functools.partial(_part_of, func, number), part, args, kwargs)
+        elif func in VIEWS and args:
+            self._note(func, out, args, kwargs)
+
+    def _note(self, func: Callable[..., Any], out: TensorLike, args: Tree, kwargs: Tree) -> None:
+        if not hasattr(out, "_elem") or out is args[0]:
             return
         base, rest = args[0], args[1:]
         shadow = self._shadow(base)
@@ -82,6 +103,14 @@ class Aliases:
         seen = (out._elem, _memory(base)._elem)
         again = functools.partial(_made, func, rest, kwargs)
         self._views.append(_View(out, base, again, shadow, seen))
+
+    def detached(self, base: TensorLike) -> Any:
+        """A tensor without its gradient, which shares its values."""
+        self.settle()
+        out = _without_gradient(base)
+        seen = (out._elem, _memory(base)._elem)
+        self._views.append(_View(out, base, _without_gradient, self._shadow(base), seen, True))
+        return out
 
     def contiguous(self, tensor: TensorLike) -> bool:
         """Whether PyTorch would hold the entries of a tensor in order."""
@@ -116,6 +145,14 @@ def _made(func: Callable[..., Any], rest: Any, kwargs: Mapping[str, Any], base: 
     return func(base, *rest, **kwargs)
 
 
+def _without_gradient(base: TensorLike) -> Any:
+    return base._env.j2t_iso(jax.lax.stop_gradient(base.jax()))
+
+
+def _part_of(func: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)[number]
+
+
 def _without_values(tensor: TensorLike) -> torch.Tensor:
     return torch.empty(tuple(tensor.shape), device="meta")
 
@@ -135,10 +172,23 @@ def _write(view: _View, values: Tree) -> None:
     else:
         new = old.ravel().at[places].set(flat)
     new = new.reshape(old.shape)
+    if view.detached and jnp.issubdtype(old.dtype, jnp.inexact):
+        new = _moved(old, new)
     if hasattr(view.base, "_elem"):
         view.base._elem = new
     else:
         view.base.update(new)
+
+
+@jax.custom_jvp
+def _moved(old: TensorLike, new: TensorLike) -> Any:
+    """New values with the gradient of the old ones, which is all that PyTorch's graph knows of."""
+    return new
+
+
+@_moved.defjvp
+def _moved_tangent(primals: Tree, tangents: Tree) -> Any:
+    return primals[1], tangents[0]
 
 
 def _memory(tensor: TensorLike) -> Any:

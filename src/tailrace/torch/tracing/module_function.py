@@ -29,6 +29,7 @@ from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
 from tailrace.torch.torchax.loading import environment
 from tailrace.torch.torchax.ops.table import REPLACED
 from tailrace.torch.torchax.unnamed_device import unnamed_device
+from tailrace.torch.tracing.attributes import attributes_put_back
 from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.backward_hooks import refusals
 from tailrace.torch.tracing.blocks import Staging
@@ -96,7 +97,8 @@ class ModuleFunction:
         watch = Watch(env, staging=self.staging)
         weights = {name: watch.tensor(value) for name, value in params.items()}
         states = {name: watch.tensor(value) for name, value in buffers.items()}
-        _as_parameters(self.module, {**weights, **states})
+        tensors = {**weights, **states}
+        _as_parameters(self.module, tensors)
         given: list[tuple[Any, Any]] = []
 
         def wrap(array: object) -> Any:
@@ -116,9 +118,8 @@ class ModuleFunction:
             stack.enter_context(env.override_property(prng=key))
             stack.enter_context(watched(watch))
             stack.enter_context(module_scopes(self.module, watch))
-            stack.callback(
-                self.module.register_forward_hook(_refuses_rebinding({**weights, **states})).remove
-            )
+            stack.enter_context(attributes_put_back(self.module, watch))
+            stack.callback(self.module.register_forward_hook(_refuses_rebinding(tensors)).remove)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(env)
             stack.enter_context(unnamed_device())
@@ -128,7 +129,7 @@ class ModuleFunction:
             stack.enter_context(mode())
             try:
                 out = torch.func.functional_call(
-                    self.module, {**weights, **states}, args, kwargs, tie_weights=True
+                    self.module, _by_places(self.module, tensors), args, kwargs, tie_weights=False
                 )
             except Exception as error:
                 raise _explained(error, watch, self.module) from error
@@ -139,6 +140,13 @@ class ModuleFunction:
             for number, (tensor, array) in enumerate(given)
             if tensor.jax() is not array
         }
+        for name, tensor in weights.items():
+            if tensor.jax() is not params[name]:
+                raise ProgramError(
+                    f"Parameter {name} is changed in place within the model. The optimizer updates the "
+                    f"parameter as it was before, so the change would be lost after the call. Compute "
+                    f"with the changed value instead ({name}.clamp(...)), or make it a buffer."
+                )
         # What was re-bound in forward is gone by now; what was updated in place is here.
         updated: dict[str, Any] = dict(states)
         after = {name: state.jax() for name, state in updated.items()}
@@ -169,6 +177,23 @@ def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
         if (tensor := tensors.get(name)) is not None:
             tensor._is_param = True  # what PyTorch's isinstance looks at
             tensor.requires_grad = parameter.requires_grad
+
+
+def _by_places(module: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors for each place that holds one, by its path.
+
+    A tensor in several places has one name among `tensors`. A module in several places has one path
+    here: `functional_call` would put its tensors in twice, and the second time remember the first as
+    what it has to put back.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    given = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
+    return {
+        f"{path}.{name}".lstrip("."): given[id(tensor)]
+        for path, inner in module.named_modules()
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+        if tensor is not None and id(tensor) in given
+    }
 
 
 def _refuses_rebinding(given: Mapping[str, Any]) -> Callable[..., None]:

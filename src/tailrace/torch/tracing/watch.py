@@ -49,6 +49,7 @@ class Watch:
         latest: the tensor that was computed last.
         outside_of_blocks: whether a block has ended and none has begun since.
         aliases: which tensors are views of others.
+        constants: tensors from outside of the module that were used, by id, as constants.
     """
 
     env: Any
@@ -60,6 +61,7 @@ class Watch:
     latest: Any = None
     outside_of_blocks: bool = False
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
+    constants: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def mark_loss(self, value: TensorLike) -> Any:
         """Note a tensor as a loss; returns it."""
@@ -69,6 +71,15 @@ class Watch:
     def tensor(self, array: object) -> torch.Tensor:
         """A JAX value as the tensor that PyTorch's code computes with."""
         return self.env.j2t_iso(array)
+
+    def constant(self, value: object) -> Any:
+        """A tensor that lives outside of the module, as a constant of the program."""
+        if not isinstance(value, torch.Tensor) or is_traced(value):
+            return value
+        if id(value) not in self.constants:
+            constant = self.tensor(self.env.t2j_copy(value.detach()))
+            self.constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
+        return self.constants[id(value)][1]
 
     @property
     def module(self) -> str:
@@ -88,7 +99,6 @@ class WatchingMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.watch, self.losses, self.replaced, self.cast = watch, losses, replaced, cast
-        self._constants: dict[int, tuple[Any, Any]] = {}
 
     def __exit__(self, *given: Any) -> None:
         """Let what was written through views arrive, such as in buffers."""
@@ -104,7 +114,8 @@ class WatchingMode(TorchFunctionMode):
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = sum(is_traced(t) for t in tensors)
         if ours and ours < len(tensors):
-            args, kwargs = rebuild(args, self._constant), rebuild(kwargs, self._constant)
+            constant = self.watch.constant
+            args, kwargs = rebuild(args, constant), rebuild(kwargs, constant)
         if ours:
             self.watch.aliases.settle()
             args, kwargs = self.cast(func, args, kwargs)
@@ -151,15 +162,6 @@ class WatchingMode(TorchFunctionMode):
                 "it into the one above."
             )
         self.watch.latest = made
-
-    def _constant(self, value: object) -> Any:
-        """A tensor that lives outside of the module, as a constant of the program."""
-        if not isinstance(value, torch.Tensor) or is_traced(value):
-            return value
-        if id(value) not in self._constants:
-            constant = self.watch.tensor(self.watch.env.t2j_copy(value.detach()))
-            self._constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
-        return self._constants[id(value)][1]
 
     def _stopped(self, out: TensorLike, given: list[Any]) -> Any:
         def stop(value: TensorLike) -> Any:

@@ -22,10 +22,19 @@ how it becomes a program, and what a shape is."""
 
 
 class Operation:
-    """What has no value, and is done; a body or a stage may return it behind its tensors.
+    """Something that a program does, without a value; bodies and stages may return it, after tensors.
 
     In the original it had to be returned, or it was not done. Here calling what makes it is enough.
-    On the host, calling an operation does it (`initializer`, `deleter`).
+    `initializer` and `deleter` of a feed have been done when they are read.
+
+    Args:
+        name: what it is called.
+        action: what calling it on the host does; None: nothing.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> outfeed.deleter
+    <Operation outfeed deleter>
     """
 
     def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:

@@ -25,11 +25,16 @@ Store = dict[str, Variable]
 
 @dataclasses.dataclass(frozen=True)
 class VariableScope:
-    """What `get_variable` does inside a `variable_scope`.
+    """What `variable_scope` returns: a prefix of names, and an initializer.
 
     Attributes:
-        name: what names begin with; empty outside of all scopes.
-        initializer: for variables that say none themselves.
+        name: what names begin with; empty outside all scopes.
+        initializer: for variables that have none of their own.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.variable_scope("encoder") as scope:
+    ...     scope.name
+    'encoder'
     """
 
     name: str = ""
@@ -57,10 +62,10 @@ def get_variable(
     trainable: bool = True,
     **options: Any,
 ) -> Variable:
-    """The variable of this name; made if there is none yet. It may be called inside a program.
+    """The variable of this name; created if there is none yet. It may be called inside a program.
 
     Args:
-        name: its name, in the scopes of `variable_scope` around.
+        name: its name, after the names of the scopes around.
         shape: its shape; None if the initializer is a value.
         dtype: its dtype; None: float32, or that of the value.
         initializer: a value, or a function of shape and dtype. None: that of the scope around, or
@@ -72,7 +77,8 @@ def get_variable(
     Raises:
         IPUValueError: the variable exists with another shape, or a regularizer is given.
 
-    >>> get_variable("doc/w", initializer=2.0) is get_variable("doc/w")
+    >>> from tailrace.compat import ipu
+    >>> ipu.get_variable("doc/w", initializer=2.0) is ipu.get_variable("doc/w")
     True
     """
     del options
@@ -115,10 +121,11 @@ def variable_scope(
     Args:
         name_or_scope: a name, or what an earlier `with variable_scope(...) as scope` gave.
         default_name: the name if there is none.
-        initializer: for variables inside that say none themselves.
+        initializer: for variables inside that have none of their own.
         **_: `reuse`, `use_resource`...: without effect.
 
-    >>> with variable_scope("layer"), variable_scope("dense") as scope:
+    >>> from tailrace.compat import ipu
+    >>> with ipu.variable_scope("layer"), ipu.variable_scope("dense") as scope:
     ...     print(scope.name)
     layer/dense
     """
@@ -147,12 +154,25 @@ def free_scope(name: str) -> str:
 
 
 def get_variable_scope() -> VariableScope:
-    """The scope around."""
+    """The `VariableScope` around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.variable_scope("encoder"):
+    ...     print(tf.get_variable_scope().name)
+    encoder
+    """
     return _around.get()
 
 
 def global_variables() -> list[Variable]:
-    """The variables of the graph around: those of `get_variable`, and those made in it."""
+    """The variables of the graph around: those of `get_variable`, and those created in it.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     step = tf.get_variable("step", initializer=0, trainable=False)
+    ...     print(len(tf.global_variables()), len(tf.trainable_variables()))
+    1 0
+    """
     return list(_store.get().values())
 
 
@@ -162,7 +182,17 @@ def variables_by_name() -> Store:
 
 
 def trainable_variables(scope: str | None = None) -> list[Variable]:
-    """Those of them that are trained, and whose names begin so."""
+    """The variables of the graph around that are trained.
+
+    Args:
+        scope: what their names begin with.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print([variable.name for variable in tf.trainable_variables()])
+    ['w']
+    """
     found = [variable for variable in global_variables() if variable.trainable]
     return [variable for variable in found if variable.name.startswith(scope or "")]
 

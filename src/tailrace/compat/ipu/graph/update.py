@@ -45,12 +45,20 @@ computed: contextvars.ContextVar[Computed | None] = contextvars.ContextVar(
 
 
 class Optimizer:
-    """The interface of the original; a subclass defines `apply_gradients`.
+    """The interface of the original's optimizers; a subclass defines `apply_gradients`.
 
-    >>> class Descent(Optimizer):
+    Args:
+        name: what it is called; None: the name of the class.
+
+    >>> from tailrace.compat import ipu
+    >>> class Descent(ipu.optimizers.Optimizer):
     ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
     ...         for grad, var in grads_and_vars:
-    ...             var.assign_sub(0.5 * grad)
+    ...             var.assign_sub(0.25 * grad)
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> ipu.ipu_compiler.compile(lambda: Descent().minimize(w * w))()
+    >>> w.numpy().item()
+    1.0
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -69,7 +77,17 @@ class Optimizer:
     def compute_gradients(
         self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **_: Any
     ) -> list[tuple[Any, Any]]:
-        """(gradient, variable) for each variable; None: all trainable ones touched so far."""
+        """(gradient, variable) for each variable.
+
+        Args:
+            loss: the loss, a value of the program.
+            var_list: the variables; None: all trainable ones touched so far.
+            **_: without effect.
+
+        Raises:
+            IPUValueError: there are no variables.
+            IPUTypeError: the loss is not a float.
+        """
         if (given := computed.get()) is not None:
             variables = given.variables if var_list is None else list(var_list)
             return [(given.of(variable), variable) for variable in variables]
@@ -84,7 +102,13 @@ class Optimizer:
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Any:
-        """Change the variables; returns an operation."""
+        """Change the variables; returns an operation.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: a variable that counts steps; `minimize` counts it.
+            name: what the operation is called.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say how to apply gradients.")
 
     def minimize(
@@ -95,7 +119,15 @@ class Optimizer:
         name: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the gradients of a loss, a value or a function that returns it, and apply them."""
+        """Compute the gradients of a loss, a value or a function that returns it, and apply them.
+
+        Args:
+            loss: the loss.
+            global_step: a variable to which one is added.
+            var_list: the variables; None: all trainable ones touched so far.
+            name: what the operation is called.
+            **kwargs: for `compute_gradients`.
+        """
         if isinstance(loss, Deferred):  # it has a value when a session runs
 
             def minimize(feed: Any) -> Any:
@@ -116,7 +148,12 @@ class Optimizer:
         return []
 
     def get_slot(self, var: VariableLike, name: str) -> Any:
-        """The variable of a kind that it keeps for `var`, or None."""
+        """The variable of a kind that it keeps for `var`, or None.
+
+        Args:
+            var: a variable.
+            name: the kind.
+        """
         del var, name
         return None
 

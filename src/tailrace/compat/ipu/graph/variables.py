@@ -29,7 +29,7 @@ reads: list[Callable[[Any, Any], Any]] = []
 
 
 class Variable:
-    """An array that programs read and change.
+    """An array that programs read and change; it replaces `tf.Variable`.
 
     Arithmetic takes it as it is; to functions of `jax.numpy`, give `variable.value()`.
 
@@ -40,9 +40,10 @@ class Variable:
         dtype: None keeps that of the value; Python's floats become float32.
 
     Raises:
-        ProgramError: it is made inside a program, which is traced more than once.
+        ProgramError: it is created inside a program, which is traced more than once.
 
-    >>> w = Variable(2.0, name="w")
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(2.0, name="w")
     >>> w.assign_add(0.5)
     <Variable w, float32[], 2.5>
     >>> print(w * 2)
@@ -71,7 +72,7 @@ class Variable:
     # -- reading --------------------------------------------------------------------------------
 
     def value(self) -> jax.Array:
-        """The value it has now: in a program, at this place of it."""
+        """The current value; inside a program, the one at this place of it."""
         scope = current()
         found = None if scope is None else scope.read(self)
         if scope is None:
@@ -136,7 +137,10 @@ class Variable:
     # -- writing --------------------------------------------------------------------------------
 
     def assign(self, value: TensorLike) -> Variable:
-        """Give it another value, of its shape; the dtype stays.
+        """Set another value, of the same shape; the dtype stays.
+
+        Args:
+            value: the value.
 
         Raises:
             IPUValueError: the value has another shape.
@@ -157,13 +161,21 @@ class Variable:
         return self
 
     def assign_add(self, delta: TensorLike) -> Variable:
-        """Add to it."""
+        """Add to it.
+
+        Args:
+            delta: what to add.
+        """
         if describing():
             return self._when_run("assign_add", delta)
         return self.assign(self.value() + jnp.asarray(delta).astype(self.dtype))
 
     def assign_sub(self, delta: TensorLike) -> Variable:
-        """Subtract from it."""
+        """Subtract from it.
+
+        Args:
+            delta: what to subtract.
+        """
         if describing():
             return self._when_run("assign_sub", delta)
         return self.assign(self.value() - jnp.asarray(delta).astype(self.dtype))
@@ -186,7 +198,11 @@ class Variable:
         return self.read_value()
 
     def settle(self, value: TensorLike) -> None:
-        """Take the value that a program left it with (called when the program has run)."""
+        """Set the value that a program left it with (called when the program has run).
+
+        Args:
+            value: the value.
+        """
         self._value = value
 
     # -- as an array ----------------------------------------------------------------------------

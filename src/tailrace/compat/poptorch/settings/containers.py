@@ -34,7 +34,15 @@ class OptionsDict:
         return getattr(self, name)
 
     def set(self, **values: Any) -> Any:
-        """Set options by name; a value must be of the type of the one before."""
+        """Set options by name; a value must be of the type of the one before.
+
+        Args:
+            **values: the options.
+
+        Raises:
+            FrozenOptions: a model or a loader uses the options.
+            UsageError: there is no such option, or a value has the wrong type.
+        """
         self._check_not_frozen()
         for name, value in values.items():
             if name not in self._values:
@@ -49,7 +57,11 @@ class OptionsDict:
         return self
 
     def freeze(self, frozen: bool = True) -> None:
-        """Refuse changes from now on."""
+        """Refuse changes from now on.
+
+        Args:
+            frozen: False allows them again.
+        """
         object.__setattr__(self, "_frozen", frozen)
         for value in self.__dict__.values():
             if isinstance(value, OptionsDict):

@@ -23,7 +23,7 @@ from tailrace.errors import TailraceError
 
 
 class ConfigFileError(TailraceError):
-    """A line of an options file cannot be read."""
+    """A line of an options file, or a name in JSON, cannot be read."""
 
 
 class _Unreadable(TailraceError):

@@ -179,7 +179,16 @@ def print_(*inputs: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def control_dependencies(control_inputs: Any) -> Iterator[None]:
-    """In a graph of TensorFlow 1, what is described inside is done after these; elsewhere without
-    effect: what is written first is done first."""
+    """In a graph of TensorFlow 1, what is described inside is done after these.
+
+    Elsewhere without effect: what is written first is done first.
+
+    Args:
+        control_inputs: what is done before.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> with tf.control_dependencies([]):
+    ...     pass
+    """
     with after(control_inputs or ()):
         yield

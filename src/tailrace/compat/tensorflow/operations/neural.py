@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 
 def _activation(name: str, function: Callable[..., Any]) -> None:
     def computed(features: TensorLike) -> Any:
+        """Element by element, as in TensorFlow."""
         return function(tensor(features))
 
     operation(f"nn.{name}")(computed)
@@ -221,6 +222,7 @@ def _convolution(dims: int) -> None:
         dilations: ShapeLike = None,
         **older: Any,
     ) -> Any:
+        """A convolution; `padding` is "SAME" or "VALID"."""
         kernel = older.get("filter", filters)
         strides = older.get("stride", strides)
         dilation = 1 if dilations is None else _middle(dilations, dims, data_format)
@@ -296,6 +298,7 @@ def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:
         padding: str,
         data_format: str | None = None,
     ) -> Any:
+        """The largest or the mean element of each window."""
         size, steps = (_middle(each, dims, data_format) for each in (ksize, strides))
         found = function(tensor(input), size, steps, _padding(padding), _format(data_format))
         return found.astype(jnp.asarray(input).dtype)

@@ -29,7 +29,18 @@ def next_seed(seed: SeedLike = None) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Draw from this seed from now on; Keras' layers too."""
+    """Draw from this seed from now on; Keras' layers too.
+
+    Args:
+        seed: the seed.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.random.set_seed(1)
+    >>> first = tf.random.normal([2]).tolist()
+    >>> tf.random.set_seed(1)
+    >>> tf.random.normal([2]).tolist() == first
+    True
+    """
     _first[0] = int(seed)
     set_initial_seed(seed)
     _made.clear()
@@ -101,6 +112,7 @@ def _stateless(name: str) -> None:
 
     @operation(f"random.stateless_{name}")
     def drawn(shape: ShapeLike, seed: SeedLike, *args: Any, **kwargs: Any) -> Any:
+        """The same numbers for the same seed, two integers."""
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
         return plain(shape, *args, seed=int(key[0]), **kwargs)
 

@@ -437,6 +437,7 @@ def scatter_nd(indices: TensorLike, updates: Tree, shape: ShapeLike) -> Any:
 def _scattered(name: str) -> None:
     @operation(f"tensor_scatter_nd_{name}")
     def scattered(tensor: TensorLike, indices: TensorLike, updates: Tree) -> Any:
+        """A copy of a tensor with values put, or added, subtracted or compared, at these places."""
         places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
         at = jnp.asarray(tensor).at[places]
         return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(

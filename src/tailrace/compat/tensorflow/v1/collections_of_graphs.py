@@ -17,6 +17,12 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     Args:
         key: `tf.GraphKeys.GLOBAL_VARIABLES`, `TRAINABLE_VARIABLES`, or any other name.
         scope: what the names of its members begin with.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print(len(tf.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)))
+    1
     """
     found = {"variables": global_variables, "trainable_variables": trainable_variables}
     members = found[key]() if key in found else collections_of_graph().get(key, [])
@@ -24,5 +30,16 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
 
 
 def add_to_collection(name: str, value: object) -> None:
-    """Put something into a collection of the graph around."""
+    """Put something into a collection of the graph around.
+
+    Args:
+        name: the name of the collection.
+        value: what is put into it.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     tf.add_to_collection("losses", 2.0)
+    ...     print(tf.get_collection("losses"))
+    [2.0]
+    """
     collections_of_graph().setdefault(name, []).append(value)

@@ -33,7 +33,19 @@ from tailrace.jaxprs.marks import is_tracing
 
 
 class Placeholder(Deferred):
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given; made by `placeholder`.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape.
+        name: its name.
+        default: the value in runs that are given none.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32, [2], "x")
+    >>> x.shape.as_list()
+    [2]
+    """
 
     shape: Any = None
     dtype: Any = None
@@ -66,14 +78,38 @@ class Placeholder(Deferred):
 
 
 def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Placeholder:
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32)
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(x + 1, feed_dict={x: 2.0}))
+    3.0
+    """
     return Placeholder(dtype, shape, name)
 
 
 def placeholder_with_default(
     input: TensorLike, shape: ShapeLike, name: str | None = None
 ) -> Placeholder:
-    """The same, with a value for runs that are given none."""
+    """A placeholder with a value for runs that are given none.
+
+    Args:
+        input: the value.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> rate = tf.placeholder_with_default(0.5, [])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(rate * 2))
+    1.0
+    """
     return Placeholder(np.asarray(input).dtype, shape, name, input)
 
 
@@ -81,10 +117,21 @@ deferred.later["shape"] = TensorShape
 
 
 class Session:
-    """Runs what was described.
+    """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
+
+    Variables have their values when they are created, so initializers do nothing.
 
     Args:
-        target: without effect, as are `graph` and `config`.
+        target: without effect.
+        graph: the graph whose variables it sees; None: the one around.
+        config: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> program = ipu.ipu_compiler.compile(lambda x: x + 1, inputs=[1.0])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(program)[0])
+    2.0
     """
 
     def __init__(self, target: str = "", graph: Any = None, config: Any = None) -> None:
@@ -123,6 +170,9 @@ class Session:
             feed_dict: values of placeholders.
             options: without effect.
             run_metadata: without effect.
+
+        Raises:
+            IPURuntimeError: a placeholder has no value.
         """
         del options, run_metadata
         feed = Feed(
@@ -178,10 +228,17 @@ def _host(value: TensorLike) -> Any:
 
 
 class Graph:
-    """What a session runs: here the variables that `get_variable` makes in it.
+    """What a session runs: here the variables that `get_variable` creates in it.
 
     Args:
         outermost: whether it is the graph that programs have without making one.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print([variable.name for variable in tf.global_variables()])
+    ['w']
     """
 
     def __init__(self, outermost: bool = False) -> None:
@@ -205,7 +262,11 @@ class Graph:
             _graphs.reset(token)
 
     def device(self, name: object) -> Any:
-        """Without effect."""
+        """Without effect.
+
+        Args:
+            name: without effect.
+        """
         del name
         return contextlib.nullcontext()
 
@@ -220,12 +281,27 @@ _graphs: contextvars.ContextVar[Graph] = contextvars.ContextVar(
 
 
 def get_default_graph() -> Graph:
-    """The graph around."""
+    """The graph around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     print(tf.get_default_graph() is graph)
+    True
+    """
     return _graphs.get()
 
 
 def reset_default_graph() -> None:
-    """Forget the variables of the graph around."""
+    """Forget the variables of the graph around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     tf.reset_default_graph()
+    ...     print(tf.global_variables())
+    []
+    """
     forget_variables()
 
 
@@ -245,18 +321,38 @@ def assignment(method: str) -> Callable[..., Any]:
 
 
 def global_variables_initializer() -> Operation:
-    """An operation that gives the variables of the graph around their first values (again)."""
+    """An operation that gives the variables of the graph around their first values (again).
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     sess.run(tf.global_variables_initializer())
+    """
     return Operation("global variables initializer", initializer())
 
 
 def variables_initializer(var_list: Sequence[VariableLike], name: str = "init") -> Operation:
-    """The same for some variables."""
+    """An operation that gives some variables their first values (again).
+
+    Args:
+        var_list: the variables.
+        name: what the operation is called.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> tf.variables_initializer([])
+    <Operation init>
+    """
     variables = list(var_list)
     return Operation(name, lambda: [variable.reset() for variable in variables] and None)
 
 
 def get_default_session() -> Session | None:
-    """The session around, or None."""
+    """The session around, or None.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     print(tf.get_default_session() is sess)
+    True
+    """
     try:
         return deferred.current_session()
     except IPURuntimeError:
@@ -264,7 +360,19 @@ def get_default_session() -> Session | None:
 
 
 def InteractiveSession(target: str = "", graph: Any = None, config: Any = None) -> Session:
-    """A session that is the one around from now on, until it is closed."""
+    """A session that is the one around from now on, until it is closed.
+
+    Args:
+        target: without effect.
+        graph: the graph that it runs; None: the one around.
+        config: without effect.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> sess = tf.InteractiveSession()
+    >>> tf.get_default_session() is sess
+    True
+    >>> sess.close()
+    """
     return Session(target, graph, config).__enter__()
 
 

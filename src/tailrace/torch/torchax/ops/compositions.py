@@ -335,6 +335,29 @@ def _searchsorted(
     return jax.vmap(before)(*rows).reshape(values.shape)
 
 
+def _col2im(
+    x: TensorLike,
+    output_size: Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Any:
+    """Patches added up to an image; with padding, those that reach beyond its edge are cut off."""
+    size = [edge + 2 * more for edge, more in zip(output_size, padding, strict=True)]
+    spans = [step * (kernel - 1) + 1 for step, kernel in zip(dilation, kernel_size, strict=True)]
+    counts = [(n - span) // step + 1 for n, span, step in zip(size, spans, stride, strict=True)]
+    patches = x.reshape(*x.shape[:-2], -1, *kernel_size, *counts)
+    image = jnp.zeros((*patches.shape[:-4], *size), x.dtype)
+    for place in itertools.product(*map(range, kernel_size)):
+        first = [number * step for number, step in zip(place, dilation, strict=True)]
+        along = zip(first, counts, stride, strict=True)
+        rows, columns = (slice(start, start + n * step, step) for start, n, step in along)
+        image = image.at[..., rows, columns].add(patches[..., place[0], place[1], :, :])
+    (top, left), (height, width) = padding, output_size
+    return image[..., top : top + height, left : left + width]
+
+
 def _cholesky_ex(
     x: TensorLike, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[Any, Any]:
@@ -375,6 +398,7 @@ def _refused(name: str) -> Callable[..., Any]:
 COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._linalg_eigh.default: _eigh,
     aten.as_strided_.default: _refused("as_strided_"),
+    aten.col2im.default: _col2im,
     aten.as_strided_scatter.default: _refused("as_strided_scatter"),
     aten.cholesky.default: _cholesky,
     aten.digamma.default: _digamma,

@@ -108,7 +108,7 @@ def _lstsq(
             "whether it returns residuals would depend on values (driver='gels' always does, "
             "driver='gelsy' never)"
         )
-    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and a.shape[:-1] == b.shape)
+    is_vector = _is_vector(a, b)
     right = b[..., None] if is_vector else b
     tolerance = jnp.finfo(a.dtype).eps * max(rows, columns) if rcond is None else rcond
     found = jnp.linalg.pinv(a, rtol=None if driver == "gels" else tolerance) @ right
@@ -124,13 +124,68 @@ def _lstsq(
     return (found[..., 0] if is_vector else found), residuals, rank, values
 
 
+def _is_vector(a: TensorLike, b: TensorLike) -> bool:
+    """Whether the right side of a system is one vector for each matrix."""
+    return b.ndim == 1 or (a.ndim - 1 == b.ndim and a.shape[:-1] == b.shape)
+
+
+def _solve(
+    a: TensorLike, b: TensorLike, *, left: bool = True, check_errors: bool = False
+) -> tuple[Any, Any]:
+    """The solution of a system, and 0; torchax takes as many columns as rows for vectors."""
+    vector = _is_vector(a, b)
+    b = b[..., None] if vector else b
+    found = jnp.linalg.solve(a, b) if left else jnp.linalg.solve(a.mT, b.mT).mT
+    return (found[..., 0] if vector else found), jnp.zeros(a.shape[:-2], jnp.int32)
+
+
+def _solution(a: TensorLike, b: TensorLike, *, left: bool = True) -> Any:
+    return _solve(a, b, left=left)[0]
+
+
+def _solve_by_factors(
+    factors: TensorLike, pivots: TensorLike, b: TensorLike, left: bool = True, adjoint: bool = False
+) -> Any:
+    """The solution of a system whose matrix is given by its factors; pivots count from 1.
+
+    X A = B is the system of the transpose, not of the conjugate, which is what torchax solves.
+    """
+    given = (factors, pivots - 1)
+    if left:
+        return jax.scipy.linalg.lu_solve(given, b, 2 if adjoint else 0)
+    if adjoint:
+        return jax.scipy.linalg.lu_solve(given, b.mT.conj(), 0).mT.conj()
+    return jax.scipy.linalg.lu_solve(given, b.mT, 1).mT
+
+
+def _householder_product(reflectors: TensorLike, scales: TensorLike) -> Any:
+    """The product of reflections, one after the other: JAX's own operation has no gradient."""
+    rows, columns = reflectors.shape[-2:]
+    vectors = jnp.tril(reflectors, -1) + jnp.eye(rows, columns, dtype=reflectors.dtype)
+    start = jnp.eye(rows, columns, dtype=reflectors.dtype)
+    found = jnp.broadcast_to(start, reflectors.shape)
+
+    def reflect(number: Any, found: Any) -> Any:
+        number = scales.shape[-1] - 1 - number
+        vector = jax.lax.dynamic_index_in_dim(vectors, number, -1)
+        scale = jax.lax.dynamic_index_in_dim(scales, number, -1)[..., None]
+        return found - scale * vector * (vector.conj() * found).sum(-2, keepdims=True)
+
+    return jax.lax.fori_loop(0, scales.shape[-1], reflect, found)
+
+
 MATRICES: dict[Any, Callable[..., Any]] = {
+    aten._linalg_solve_ex.default: _solve,
     aten.cholesky_solve.default: _cholesky_solve,
+    aten.linalg_householder_product.default: _householder_product,
+    aten.linalg_lu_solve.default: _solve_by_factors,
     aten.linalg_lstsq.default: _lstsq,
     aten.linalg_matrix_exp.default: _matrix_exp,
     torch.det: _det,
     torch.kron: _kron,
     torch.linalg.det: _det,
+    torch.linalg.solve: _solution,
+    torch.linalg.solve_ex: _solve,
     torch.Tensor.det: _det,
     torch.Tensor.kron: _kron,
 }

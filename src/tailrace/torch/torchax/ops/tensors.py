@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as functional
 
 from tailrace.data.array_like import TensorLike
+from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.torchax.results import as_dtype
 from tailrace.torch.tracing.watch import Watch
 
 
@@ -83,6 +85,14 @@ def _requires_grad(watch: Watch, input: TensorLike, requires_grad: bool = True) 
     return input
 
 
+def _new_tensor(
+    watch: Watch, input: TensorLike, data: Any, *, dtype: torch.dtype | None = None, **_: Any
+) -> Any:
+    """Data in the dtype of another tensor; torchax's would have no values."""
+    wanted = dtype_on_device(input.dtype if dtype is None else dtype)
+    return watch.tensor(as_dtype(data.jax() if hasattr(data, "jax") else jnp.asarray(data), wanted))
+
+
 def _is_meta(watch: Watch, input: TensorLike) -> bool:
     """False, although torchax's tensors are inside: callers want to know whether there are values."""
     return False
@@ -104,6 +114,7 @@ TENSORS: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor.is_meta, "__get__"): _is_meta,  # noqa: B009
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.type_as: _type_as,
     torch.take_along_dim: _take_along_dim,
