@@ -1,9 +1,12 @@
 """Words of PopTorch programs beyond the originals' own list, against plain PyTorch."""
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import tailrace as tr  # noqa: E402
 from tailrace.compat import poptorch  # noqa: E402
 
 
@@ -58,10 +61,12 @@ def test_numbers_of_popart_set_options_without_effect():
     """As in the original's program that trains BERT; PopART's own graphs are refused."""
     from tailrace.compat import popart
 
-    options = poptorch.Options()
     chosen = popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized
-    options._Popart.set("accumulateOuterFragmentSettings.schedule", int(chosen))
-    options._Popart.set("subgraphCopyingStrategy", int(popart.SubgraphCopyingStrategy.JustInTime))
+    copied = popart.SubgraphCopyingStrategy.JustInTime
+    for name, number in (("accumulateOuterFragmentSettings.schedule", chosen), ("copying", copied)):
+        poptorch.Options().from_json(json.dumps({"_Popart.set": [name, int(number)]}))
     assert int(chosen) == 3
+    with pytest.raises(tr.TailraceError, match="Received: set"):
+        poptorch.Options().from_json('{"set": ["device_iterations", 2]}')
     with pytest.raises(AttributeError, match="popart.Builder is not available"):
         popart.Builder()

@@ -172,7 +172,7 @@ def test_an_argument_that_is_gone_is_dropped_and_the_signature_stays():
         def __init__(self, size, scale=1):
             self.size, self.scale = size, scale
 
-    ipu._without(Layer, "__init__", "input_length")
+    ipu.without(Layer, "__init__", "input_length")
     assert Layer(3, scale=2, input_length=5).scale == 2
     assert inspect.getfullargspec(Layer.__init__).args == ["self", "size", "scale"]
 

@@ -137,13 +137,13 @@ def install() -> None:
     """Let TensorFlow and Keras 3 take what programs of older versions say."""
     _tf.keras = _keras
     _keras.ipu = keras
-    _without(_tf, "function", "experimental_compile")
-    _without(_keras.layers.Embedding, "__init__", "input_length")
+    without(_tf, "function", "experimental_compile")
+    without(_keras.layers.Embedding, "__init__", "input_length")
     _whole_shapes()
     _methods(_keras.Model)
 
 
-def _without(owner: Any, name: str, dropped: str) -> None:
+def without(owner: Any, name: str, dropped: str) -> None:
     """Drop an argument that is gone."""
     plain = getattr(owner, name)
 
