@@ -317,6 +317,8 @@ class PoplarExecutor(Model):
 class _TrainingExecutor(PoplarExecutor, TrainingModel):
     """Made by `trainingModel`."""
 
+    lent = frozenset(["destroy", "copyWeightsToHostIfNeeded"])
+
     def __init__(
         self, module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None
     ) -> None:
