@@ -165,6 +165,17 @@ def test_a_lock_that_is_no_file(tmp_path):
         fit(trainer_of(), tmp_path)
 
 
+def test_a_path_that_no_file_can_have(tmp_path):
+    long = tmp_path / ("x" * 5000)
+    for call in (trainer_of().save, trainer_of().restore, tr.open_run):
+        with pytest.raises((CheckpointError, tr.errors.RunError), match="xxx"):
+            call(long)
+    with pytest.raises(CheckpointError, match="xxx' does not exist. Give the directory"):
+        trainer_of().replay(1, data(), checkpoint=long)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        fit(trainer_of(), long)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_directory_that_cannot_be_written_or_read(tmp_path):
     for mode in (0o500, 0o000):
@@ -173,4 +184,8 @@ def test_a_directory_that_cannot_be_written_or_read(tmp_path):
             fit(trainer_of(), tmp_path / "kept")
         with pytest.raises(CheckpointError, match="cannot be"):
             trainer_of().save(tmp_path / "saved")
+        with pytest.raises(CheckpointError):
+            trainer_of().restore(tmp_path / "saved")
+        with pytest.raises(tr.errors.RunError):
+            tr.open_run(tmp_path)
     tmp_path.chmod(0o700)

@@ -68,6 +68,7 @@ class Function:
             return deferred_call(self, args, kwargs)
         args = self._checked(args)
         try:
+            # Part of the program around; and a tape must see each operation, not one program.
             if current() is not None or recording() is not None:
                 return self._inner(*args, **kwargs)
             return self._calls(self._inner, args, kwargs)

@@ -192,7 +192,7 @@ def described(where: Path) -> str:
     """What is at a path that has no checkpoint, and for a run directory, where its checkpoints are."""
     if not os.path.isdir(where):
         return "a file" if os.path.exists(where) else "nothing"
-    if (where / RUN_FILE).exists():
+    if os.path.exists(where / RUN_FILE):
         named = None
         with contextlib.suppress(RunError):
             named = read_info(where).get("checkpoint")

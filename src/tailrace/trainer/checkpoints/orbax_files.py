@@ -152,7 +152,8 @@ class Form:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory has files of Orbax; a damaged one may have lost some."""
-    return any((path / name).exists() for name in ("_CHECKPOINT_METADATA", "pytree"))
+    # Of `os`, which says False where `pathlib` raises: a name that is too long, a closed directory.
+    return any(os.path.exists(path / name) for name in ("_CHECKPOINT_METADATA", "pytree"))
 
 
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:

@@ -319,7 +319,7 @@ def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool
 
 def _without(where: Path) -> str:
     """What is at a path instead of checkpoints."""
-    if os.path.isfile(where) or (where / RUN_FILE).is_file():
+    if os.path.isfile(where) or os.path.isfile(where / RUN_FILE):
         return f"is {described(where)}"
     return "contains none" if os.path.isdir(where) else "does not exist"
 
