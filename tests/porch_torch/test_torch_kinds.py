@@ -272,3 +272,28 @@ def test_parametrizations_are_removed_after_training():
     parametrize.remove_parametrizations(module.linear, "weight")
     assert type(module.linear) is nn.Linear
     assert torch.equal(module.linear.weight, weight)
+
+
+NAMED = (
+    *(lambda a: torch.max(a, 1), lambda a: a.sort(), lambda a: a.topk(2), lambda a: a.kthvalue(2)),
+    *(lambda a: a.median(1), lambda a: a.cummax(0), lambda a: a.aminmax(dim=1), torch.frexp),
+    *(torch.linalg.qr, torch.linalg.eigh, torch.linalg.svd, torch.svd, torch.linalg.slogdet),
+    *(torch.slogdet, torch.linalg.lu, torch.linalg.lu_factor, torch.linalg.inv_ex),
+    *(torch.linalg.cholesky_ex, lambda a: torch.linalg.solve_ex(a, a)),
+    lambda a: torch.linalg.lstsq(a, a),
+)
+
+
+class Named(nn.Module):
+    def forward(self, a):
+        self.kinds = [type(function(a)) for function in NAMED]
+        return a
+
+
+def test_results_have_pytorchs_names():
+    a = torch.randn(3, 3)
+    a = a @ a.T + torch.eye(3)
+    found, expected = Named(), Named()
+    tt.inference_model(found)(a)
+    expected(a)
+    assert found.kinds == expected.kinds

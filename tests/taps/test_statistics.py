@@ -278,7 +278,7 @@ def test_special_values_have_bins_of_their_own():
 
 @settings(max_examples=20, deadline=None)
 @given(tensors())
-def test_norms(values):
+def test_norms_equal_those_of_float64(values):
     wide = values.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = np.sqrt((wide**2).sum())

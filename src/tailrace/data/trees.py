@@ -14,6 +14,9 @@ from typing import Any
 Tree = Any
 """A tree of arrays, as in JAX: any containers, nested to any depth."""
 
+TreeDef = Any
+"""The structure of a tree: a `jax.tree_util.PyTreeDef`, which type checkers see as a variable."""
+
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """A tree of the same structure whose leaves are `function(leaf)`.

@@ -4,7 +4,7 @@ A block of elements is then one gather on the device, dispatched while the previ
 program is the same: it receives the same stacked arrays.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class IndexBlocks(Blocks):
 def _gather(sharding: jax.sharding.Sharding) -> Any:
     out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
-    def gather(arrays: tuple[Any, ...], indices: Any) -> tuple[Any, ...]:
+    def gather(arrays: tuple[Any, ...], indices: jax.Array) -> tuple[Any, ...]:
         return tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
 
     return jax.jit(gather, out_shardings=out)

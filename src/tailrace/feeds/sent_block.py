@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import TreeDef
+
 
 class SentBlock:
     """Values of one execution: [loops..., *T] on the device, or [count, *T] once on the host.
@@ -27,9 +29,9 @@ class SentBlock:
 
     def __init__(
         self,
-        structure: Any,
+        structure: TreeDef,
         leaves: list[Any],
-        valid: Any,
+        valid: jax.Array | None,
         loops: int,
         replicas: int,
     ) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
@@ -100,11 +100,11 @@ class Balance:
         """A `tr.Pipeline` of the model, cut like this; options are those of `tr.Pipeline`."""
         return Pipeline(self, **options)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Any:
         """The function's result, with boundaries where stages end."""
         *first, element = args
 
-        def whole(*args: Any) -> Any:
+        def whole(*args: Tree) -> Any:
             return call_with_element(self.function, args[:-1], args[-1])
 
         leaves, structure = jax.tree.flatten((*first, element))
@@ -167,7 +167,7 @@ def balance(
     """
     first = (params,) if model_state is None else (params, model_state)
 
-    def whole(*args: Any) -> Any:
+    def whole(*args: Tree) -> Any:
         return call_with_element(fn, args[:-1], args[-1])
 
     leaves, structure = jax.tree.flatten((*first, example))
@@ -224,20 +224,22 @@ def cost_of(eqn: JaxprEqn) -> float:
         return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
     if is_mark(eqn):
         return 0.0
+    # A device computes and moves at the same time: the slower of the two is the cost.
     moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
     return (1 + _BACKWARD) * max(multiplications(eqn), moved)
 
 
-def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]) -> Any:
     jax_seams.check()
     form: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         out, out_form = jax.tree.flatten(whole(*jax.tree.unflatten(structure, leaves)))
         form[:] = [out_form]
         return out
 
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
+    # Inside of a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
     if is_tracing():
         return jax.make_jaxpr(flat)(*shapes), form[0]
     with tracing(ProgramTrace()):
@@ -320,7 +322,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
             jax.block_until_ready(both(*values))
             times.append(time.perf_counter() - started)
         seconds.append(min(times))
-        # The next stage is measured on real values: NaN or denormal ones would change its time.
+        # So that the next stage is measured on real values: NaN or denormal ones would change its time.
         known.update(zip(ends, outputs, strict=True))
     return seconds
 

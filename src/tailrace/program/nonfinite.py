@@ -24,6 +24,7 @@ from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, tag_in
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position
 from tailrace.program.tracing.tap_selection import full_name
+from tailrace.program.tracing.trace import Traced
 from tailrace.taps.frame import Block, Frame
 from tailrace.taps.resolver import Resolver
 
@@ -192,7 +193,7 @@ class Finder(Visitor[Any, Frame]):
         return self.run_inner(cond.branches[number], operands, around, here)
 
 
-def find_culprit(traced: Any, args: list[Any], frame: Frame) -> Finder:
+def find_culprit(traced: Traced, args: list[Any], frame: Frame) -> Finder:
     """Run a program eagerly on `args`, to find the first bad value and the bad tensors."""
     finder = Finder()
     finder.run(traced.jaxpr, traced.consts, args, frame)

@@ -57,6 +57,7 @@ def small_svg(counts: np.ndarray, width: int = 480, height: int = 120) -> str:
     there = np.flatnonzero(finite)
     if not len(there):
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+    # A picture for a notebook needs no axis: one format as a reference shows the scale.
     half = FORMATS[0]
     low, high = there[0] - BIAS - 1, there[-1] - BIAS + 2
     each = width / (high - low)

@@ -1,7 +1,6 @@
 """The catalogue: every tensor of a step by name, with shape, dtype and source line."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -11,16 +10,20 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import SelectionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import shown
 
-Select = Any
+Select: TypeAlias = (
+    "str | re.Pattern[str] | Callable[[Entry], bool] | Sequence[Select] | AbstractSet[Select]"
+)
 """A selection of tensors: a glob, a compiled regex, a predicate on entries, or a list of these."""
 
 
@@ -45,7 +48,7 @@ class Entry:
     name: str
     kind: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     stage: int = -1
     source: str = ""
     position: Position = dataclasses.field(default=(), repr=False)
@@ -139,13 +142,16 @@ class Catalogue(Sequence[Entry]):
         """The catalogue as JSON: a list of objects."""
         return json.dumps(self.to_rows(), indent=1)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int | str) -> Entry: ...
+    @overload
+    def __getitem__(self, key: slice) -> Catalogue: ...
+    def __getitem__(self, key: int | str | slice) -> Entry | Catalogue:
         if isinstance(key, str):
             if key not in self._by_name:
                 raise SelectionError(self._unmatched(key))
             return self._by_name[key]
-        found = self._entries[key]
-        return Catalogue(found) if isinstance(key, slice) else found
+        return Catalogue(self._entries[key]) if isinstance(key, slice) else self._entries[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_name if isinstance(key, str) else key in self._entries
@@ -245,6 +251,7 @@ def matches(select: Select, entry: Entry) -> bool:
     if isinstance(select, list | tuple | set):
         return any(matches(part, entry) for part in select)
     check_selection(select)
+    assert callable(select)
     return bool(select(entry))
 
 

@@ -1,21 +1,22 @@
 """Taps: requests to observe tensors of a step."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
 from tailrace.data.paths import check_path
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
@@ -92,7 +93,7 @@ class Tap:
 
     select: Select
     mode: Mode | Every | str = Mode.ALL
-    reduce: Reduce | str | Callable[[Any], Any] = Reduce.STATS
+    reduce: Reduce | str | Callable[[jax.Array], Tree] = Reduce.STATS
     live: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +123,7 @@ class Tap:
             collect = "sum" if self.mode is Mode.SUM else "final"
         return Wanted(key, output, self._function(), self.period > 1, collect, layers=layers)
 
-    def _function(self) -> Callable[[Any], Any] | None:
+    def _function(self) -> Callable[[jax.Array], Tree] | None:
         if self.reduce is Reduce.STATS:
             return None
         if self.reduce is Reduce.TENSOR:
@@ -153,7 +154,7 @@ class StopOnNonfinite:
     select: Select
     on_nonfinite: str = "stop"
     limit: int = 10
-    bundle: Any = None
+    bundle: str | os.PathLike[str] | None = None
 
     period = 1
     mode = Mode.ALL
@@ -202,11 +203,17 @@ class GradientDigest:
         return 8
 
 
+AnyTap: TypeAlias = Tap | StopOnNonfinite | GradientDigest
+"""A request to observe tensors, of the user or of Tailrace itself."""
+
+EnumType = TypeVar("EnumType", bound=enum.StrEnum)
+
+
 def stop_on_nonfinite(
     select: Select = ("loss", "grad/*"),
     on_nonfinite: str = "stop",
     limit: int = 10,
-    bundle: Any = None,
+    bundle: str | os.PathLike[str] | None = None,
 ) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; pass it in `observe=`.
 
@@ -256,7 +263,7 @@ class Chosen:
         layers: the number of the user's scans around it.
     """
 
-    tap: Any
+    tap: AnyTap
     entry: Entry
     loops: int
     differs: bool
@@ -269,20 +276,20 @@ class Chosen:
         return (self.entry.name, self.tap.kind)
 
 
-def parse_taps(observe: Any) -> list[Any]:
+def parse_taps(observe: Any) -> list[Tap | StopOnNonfinite]:
     """The value of `observe=` as taps; a bare selection means its statistics."""
     if observe is None:
         return []
     if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
         observe = [observe]
     try:
-        listed = list(observe)
+        listed: list[Any] = list(observe)
     except TypeError:  # a 0-d array
         listed = [observe]
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
-def common_period(taps: Sequence[Any]) -> int:
+def common_period(taps: Sequence[AnyTap]) -> int:
     """The period that serves all periodic taps: the greatest common divisor of theirs."""
     # One loop structure serves all taps. With periods of 10 and 15 the device looks every 5 steps, and
     # the host drops what a tap did not ask for.
@@ -291,7 +298,7 @@ def common_period(taps: Sequence[Any]) -> int:
 
 
 def choose(
-    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
+    taps: Sequence[AnyTap], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
 ) -> list[Chosen]:
     """Apply taps to a catalogue; `describe` gives the other fields of `Chosen` for an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
@@ -347,7 +354,7 @@ def check_bytes(
         )
 
 
-def _parse(kind: Any, value: object, name: str, also: str) -> Any:
+def _parse(kind: type[EnumType], value: object, name: str, also: str) -> EnumType:
     try:
         return kind(value if isinstance(value, str) else "")
     except ValueError:

@@ -1,7 +1,7 @@
 """Values to emit from a program, and their reduction before that."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.spans.scopes import TAPS
 from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.frame import Emission, Frame
@@ -40,14 +41,14 @@ class Wanted:
 
     key: Hashable
     output: int = 0
-    reduce: Callable[[Any], Any] | None = lambda value: value
+    reduce: Callable[[jax.Array], Tree] | None = lambda value: value
     periodic: bool = False
     collect: str = "stack"
     guard: bool = False
     layers: int = 0
     digest: bool = False
     skips: bool = False
-    change: Callable[[Any, Any], Any] | None = None
+    change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class FiniteKey(tuple[Hashable, ...]):
@@ -114,7 +115,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
             frame.emit(key, packed, members[0][1].valid)
 
 
-def fine(flag: Emission) -> Any:
+def fine(flag: Emission) -> jax.Array:
     """A flag for the finiteness of tensors; true where they were not computed at all."""
     if flag.valid is None:
         return flag.value

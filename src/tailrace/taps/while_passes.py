@@ -19,17 +19,17 @@ from jax import lax
 
 from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import traced_once, zeros
-from tailrace.taps.frame import Emission, Emissions
+from tailrace.taps.frame import Emission, Emissions, Emitted
 from tailrace.taps.loop_passes import both, collected
 from tailrace.taps.wanted import RawKey
 
 
 def run_while(
-    go_on: Callable[[Any], Any],
-    one_pass: Callable[[Any, Any], Any],
+    go_on: Callable[[Tree], jax.Array],
+    one_pass: Callable[[jax.Array, Tree], Any],
     init: list[Any],
     most: int | None,
-) -> tuple[Any, list[Any], Emissions[Hashable, Emission]]:
+) -> tuple[jax.Array, list[Any], Emitted]:
     """Emit the loop; returns the number of iterations, the carry, and the emissions with their
     validity.
 
@@ -43,7 +43,7 @@ def run_while(
     def is_single(key: Hashable) -> bool:
         return most is None or (isinstance(key, RawKey) and key[0].collect != "stack")
 
-    def keep(number: Any, kept: Any, emitted: Any) -> Any:
+    def keep(number: jax.Array, kept: Emitted, emitted: Emitted) -> Emitted:
         put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, number, 0)  # noqa: E731
         return Emissions(
             (key, collected(key, old, emitted[key], most is not None))
@@ -61,7 +61,7 @@ def run_while(
         for key, shape in shapes.items()
     )
 
-    def advance(state: Tree) -> Any:
+    def advance(state: Tree) -> Tree:
         number, carry, kept = state
         carry, emitted = traced(number, carry)
         return number + 1, carry, keep(number, kept, emitted)
@@ -69,7 +69,7 @@ def run_while(
     passes, carry, kept = lax.while_loop(
         lambda state: go_on(state[1]), advance, (jnp.int32(0), list(init), start)
     )
-    found: Emissions[Hashable, Emission] = Emissions()
+    found: Emitted = Emissions()
     for key, emission in kept.items():
         # Zeros that no iteration overwrote must not be taken for values.
         made = passes > 0 if is_single(key) else jnp.arange(most) < passes

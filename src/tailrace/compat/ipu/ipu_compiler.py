@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
+    IPURuntimeError,
     IPUTypeError,
     IPUValueError,
     OutOfRangeError,
 )
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, evaluated, later
 from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.result import Result
@@ -93,6 +95,22 @@ class CompiledOp:
         self._versions: dict[Hashable, Callable[..., Any]] = {}
         self._numbers_known = False
         self._keep = Keep()
+
+    def value(self, feed: Feed) -> Any:
+        """What it returns in a run of a session; it runs once in it."""
+        if id(self) not in feed:
+            feed[id(self)] = self(*evaluated(self.inputs, feed))
+        return feed[id(self)]
+
+    def __getitem__(self, key: Any) -> Deferred:
+        """One of its results, for a session to run."""
+        return Deferred(lambda feed: self.value(feed)[key], "result")
+
+    def __iter__(self) -> Any:
+        raise IPURuntimeError(
+            "How many results a compiled program has is known when it has run. Take them by number: "
+            "ipu_compiler.compile(...)[0]; or run all: sess.run(program)."
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it; returns what the function returns.
@@ -239,6 +257,9 @@ class _Version:
         out = evaluate(closed, jax.tree.leaves((values, inputs)))
         return jax.tree.unflatten(jax.tree.structure(form), out)
 
+
+later["discover"] = discover
+later["compiled"] = lambda computation: CompiledOp(computation, [], plain=True)
 
 _FOREIGN = (
     "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "

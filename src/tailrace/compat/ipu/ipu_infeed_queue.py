@@ -339,6 +339,7 @@ class IPUOwnedIterator(IPUIterator):
     def __del__(self) -> None:
         queue = getattr(self, "infeed_queue", None)
         opened = getattr(queue, "_queue", None)
+        # A queue that is open has a thread, which would otherwise outlive the iterator.
         if opened is not None:
             opened.close()
 

@@ -74,8 +74,8 @@ def registerPostCompileHook(hook: Hook) -> Handle:
 
 
 def call(when: str) -> None:
-    """Call the hooks of before or after; a copy of the list, because a hook may remove itself."""
-    for hook in list(_hooks[when]):
+    """Call the hooks of before or after."""
+    for hook in list(_hooks[when]):  # a copy: a hook may remove itself
         hook()
 
 

@@ -280,6 +280,7 @@ class PoplarExecutor(Model):
         try:
             super()._build(args, kwargs)
         except BaseException:
+            # A model that failed to compile is not compiled: the next call starts over.
             self._program = None
             raise
         self._compile_s = time.perf_counter() - started
@@ -315,6 +316,8 @@ class PoplarExecutor(Model):
 
 class _TrainingExecutor(PoplarExecutor, TrainingModel):
     """Made by `trainingModel`."""
+
+    lent = frozenset(["destroy", "copyWeightsToHostIfNeeded"])
 
     def __init__(
         self, module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None

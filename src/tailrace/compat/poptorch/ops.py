@@ -242,6 +242,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
         if not isinstance(value, torch.Tensor):
             raise OptionError(f"Object contained in list at index {index} is not torch.tensor")
     watch = current_watch()
+    # Outside a wrapped model PyTorch runs it, pass by pass.
     if watch is None:
         for _ in range(count):
             out = body(*inputs)
@@ -256,6 +257,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
                 f"The body of for_loop returns as many tensors as it gets, {len(values)}. It "
                 f"returned {len(out)}."
             )
+        # A loop of the program keeps its types; PyTorch's promotion in the body may have widened one.
         return [t.jax().astype(v.dtype) for t, v in zip(out, values, strict=True)]
 
     start: list[Any] = [t.jax() for t in inputs]  # type: ignore[attr-defined]

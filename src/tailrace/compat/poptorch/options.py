@@ -88,6 +88,7 @@ class Options(OptionsDict):
             log_cycle_count=False,
             show_compilation_progress_bar=True,
         )
+        # Not values: a group is frozen and copied with the options, and has setters of its own.
         for name, part in {
             "Training": TrainingOptions(),
             "Precision": PrecisionOptions(),

@@ -255,6 +255,8 @@ _LATE = {
     "variable_scope": lambda: _v1().variable_scope,
     "global_variables_initializer": lambda: _v1().global_variables_initializer,
     "Graph": lambda: _v1().Graph,
+    "layers": lambda: _v1().layers,
+    "gradients": lambda: _v1().gradients,
 }
 
 

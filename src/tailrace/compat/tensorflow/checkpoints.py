@@ -159,6 +159,7 @@ class CheckpointManager:
         self._most, self._name = max_to_keep, checkpoint_name
         latest = self.latest_checkpoint
         self.checkpoints = [] if latest is None else [latest]
+        # The numbers go on where a process before this one stopped.
         if latest is not None and latest.rpartition("-")[2].isdigit():
             checkpoint.save_counter = int(latest.rpartition("-")[2])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
@@ -63,8 +64,11 @@ class Function:
             ProgramError: a loop or branch over device values could not be rewritten, or there are more
                 arguments than the signature has.
         """
+        if describing():
+            return deferred_call(self, args, kwargs)
         args = self._checked(args)
         try:
+            # Part of the program around; and a tape must see each operation, not one program.
             if current() is not None or recording() is not None:
                 return self._inner(*args, **kwargs)
             return self._calls(self._inner, args, kwargs)

@@ -18,6 +18,7 @@ import keras
 
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.graph.deferred import Deferred
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
@@ -153,6 +154,9 @@ class GradientTape:
         """
         self._use()
         found = list(leaves(sources))
+        if any(isinstance(leaf, Deferred) for leaf in leaves(target)):  # a graph of TensorFlow 1
+            rest = iter(_described(list(leaves(target)), found, output_gradients))
+            return mapped(lambda _: next(rest), sources)
         targets = [_array(leaf) for leaf in leaves(target)]
         weights = None if output_gradients is None else list(leaves(output_gradients))
         if self._in_program and current() is not None:
@@ -225,6 +229,12 @@ class GradientTape:
                 "jacobians). Use tf.GradientTape(persistent=True)."
             )
         self._used = True
+
+
+def _described(targets: list[Any], sources: list[Any], weights: Tree) -> list[Any]:
+    from tailrace.compat.tensorflow.v1.gradients import gradients as described
+
+    return described(targets, sources, None if weights is None else list(leaves(weights)))
 
 
 def _array(value: TensorLike) -> Any:

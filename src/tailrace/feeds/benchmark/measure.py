@@ -17,6 +17,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count, check_number
 from tailrace.data.dataset import Dataset
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.errors import DataError, DataExhausted, OptionError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.elements import ElementSpec
@@ -134,7 +135,7 @@ def infeed_benchmark(
     )
 
 
-def _deliver(infeed: InfeedQueue, count: int, following: int, place: Any) -> None:
+def _deliver(infeed: InfeedQueue, count: int, following: int, place: Device) -> None:
     """Take a block as an execution does, and release it as soon as it has arrived."""
     staged = infeed.take(count, place, then=following)
     jax.block_until_ready(staged.device)

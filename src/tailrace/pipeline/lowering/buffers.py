@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.jaxprs import internals
+from tailrace.taps.frame import Scalar
 
 _SMALL = 16_384
 """Values of at most this many bytes share a buffer: reading one copies it, which is cheap."""
@@ -129,6 +130,7 @@ class Layout:
         self.buffers = []
         for number, (place, count) in enumerate(sizes.items()):
             found = shapes[number]
+            # A shared buffer (number 0) stays flat: several values of one shape may be in it.
             shape = next(iter(found)) if len(found) == 1 and place[-1] else ()
             self.buffers.append(jax.ShapeDtypeStruct(shape or (count,), place[0]))
         self.each = [place[1] for place in sizes]
@@ -151,7 +153,9 @@ class Layout:
         """The bytes in them that a device's values use."""
         return sum(slot.form.nbytes for slot in self.slots[device].values())
 
-    def read(self, device: int, buffers: Sequence[Any], key: Hashable, index: Any = None) -> Any:
+    def read(
+        self, device: int, buffers: Sequence[Any], key: Hashable, index: Scalar | None = None
+    ) -> Any:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
@@ -169,7 +173,12 @@ class Layout:
         return wrapped(value, form)
 
     def write(
-        self, device: int, buffers: list[Any], key: Hashable, value: object, index: Any = None
+        self,
+        device: int,
+        buffers: list[Any],
+        key: Hashable,
+        value: jax.Array,
+        index: Scalar | None = None,
     ) -> None:
         """Put the value of a device under `key` into `buffers`."""
         slot = self.slots[device][key]
@@ -195,14 +204,14 @@ def to_device(value: object) -> Any:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-def unwrapped(value: Any, form: Form) -> Any:
+def unwrapped(value: jax.Array, form: Form) -> Any:
     """What is kept of a value."""
     if form.as_bits:
         return lax.bitcast_convert_type(jnp.asarray(value, form.dtype), form.stored.dtype)
     return jax.random.key_data(value) if form.is_key else value
 
 
-def wrapped(value: Any, form: Form) -> Any:
+def wrapped(value: jax.Array, form: Form) -> Any:
     """What was kept of a value, as the value."""
     if form.as_bits:
         return lax.bitcast_convert_type(value, form.dtype)

@@ -117,6 +117,7 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     homes = _homes(
         equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
     )
+    # An equation may have several homes, so a value may be made in several pieces.
     made_in = {var: home for eqn, home in zip(equations, homes, strict=True) for var in eqn.outvars}
     used_in: dict[Any, set[Region]] = {}
     for eqn, home in zip(equations, homes, strict=True):
@@ -215,6 +216,7 @@ def _regions(
                 (out, same.get(var, var) if isinstance(var, Var) else var)
                 for out, var in zip(eqn.outvars, eqn.invars, strict=True)
             )
+            # Claimed by the stage before the boundary: a loose equation that makes one is not moved.
             passed.update(same[out] for out in eqn.outvars if isinstance(same[out], Var))
             continue
         invars = [same.get(var, var) if isinstance(var, Var) else var for var in eqn.invars]
@@ -255,6 +257,7 @@ def _homes(
         used = set().union(*(users.get(var, set()) for var in eqn.outvars))
         if any(var in claimed for var in eqn.outvars) and not is_light[index]:
             used = used | {own}
+        # A loose equation with several users stays: moved, it would run in each of them.
         moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
         homes[index] = set(used) if moves and used else {own}
         for var in variables(eqn.invars):

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, variables
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Literal, nbytes, variables
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.jobs import Jobs
@@ -68,6 +68,8 @@ class Assembly:
     # -- who has what ---------------------------------------------------------------------------
 
     def _place(self) -> None:
+        # The order matters: jobs say where parameters are, jobs say where gradients end up, and only
+        # both together say where optimizer state belongs.
         eqns = self.body.eqns
         constant = set(self.constants)
         before = [
@@ -110,6 +112,7 @@ class Assembly:
         for given, out in zip(self.carry_in, self.carry_out, strict=True):
             if not isinstance(out, Literal):
                 need = self.held.get(given)
+                # One result may be several carried values: it must be wherever any of them is held.
                 old = wanted.get(out, need)
                 wanted[out] = need | old if need is not None and old is not None else None
         self.after = Spread(follow, have, wanted, self.replicas, same)
@@ -119,7 +122,7 @@ class Assembly:
         jobs = self.jobs
         needed: dict[Any, Devices | None] = {}
 
-        def need(var: Any, devices: Devices | None) -> None:
+        def need(var: Atom, devices: Devices | None) -> None:
             if isinstance(var, Literal):
                 return
             old = needed.get(var, frozenset())
@@ -129,6 +132,7 @@ class Assembly:
             here = frozenset([self.device(who)])
             for var in [*jobs.constants(job.equations), *(jobs.starts[n] for n in job.carries)]:
                 need(var, here)
+        # What is computed ahead of the ticks is computed on all devices.
         for var in [*jobs.constants(jobs.ahead), *(jobs.starts[n] for n in jobs.loose)]:
             need(var, None)
         return needed

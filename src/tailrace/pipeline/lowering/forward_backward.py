@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Var
@@ -47,7 +47,7 @@ def recomputation_checkpoint(values: Tree) -> Any:
     return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)
 
 
-def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
+def training_stages(cut: Cut, structure: TreeDef, recompute: bool | str) -> Stages:
     """The stages of a model whose results are loss, next model state and aux."""
     loss = cut.outvars[0]
     if not isinstance(loss, Var):
@@ -71,7 +71,7 @@ def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
     return Stages(each, cut.invars, cut.outvars, structure, cut.state, after, cut.consts)
 
 
-def forward_stages(cut: Cut, structure: Any, advances: bool) -> Stages:
+def forward_stages(cut: Cut, structure: TreeDef, advances: bool) -> Stages:
     """The stages of a model that is not trained: no backwards, no residuals.
 
     With `advances`, its results are those of an element and the next model state.
@@ -111,10 +111,10 @@ def _differentiated(
     forms = [form_of(v) for v in piece.inputs]
     structure: list[Any] = []
 
-    def forward(*inputs: Any) -> list[Any]:
+    def forward(*inputs: jax.Array) -> list[Any]:
         given = dict(zip(piece.inputs, inputs, strict=True))
 
-        def run(*differentiated: Any) -> Any:
+        def run(*differentiated: jax.Array) -> Any:
             values = {**given, **dict(zip(wants, differentiated, strict=True))}
             made = compute([values[v] for v in piece.inputs], cut.consts)
             return [made[v] for v in sends], [made[v] for v in piece.outputs]
@@ -126,10 +126,11 @@ def _differentiated(
         structure[:] = [form]
         return [*outputs, *residuals]
 
+    # With calls inlined: `select` weighs single operations, also those inside of a layer's `jit`.
     closed = opened(jax.make_jaxpr(forward)(*forms), forms)
     residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 
-    def backward(*operands: Any) -> list[Any]:
+    def backward(*operands: jax.Array) -> list[Any]:
         pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
         return list(pull(list(operands[len(residuals) :])))
 
@@ -181,7 +182,7 @@ def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any,
     def run(inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
         known = dict(zip(piece.inputs, inputs, strict=True))
         for part in parts:
-
+            # The part as a default: a closure would see only the last one of the loop.
             def once(values: Sequence[Any], part: Piece = part) -> list[Any]:
                 made = part.run(values, consts)
                 return [made[v] for v in part.outputs]

@@ -18,7 +18,7 @@ from typing import Any
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.control import as_scan, scan_of
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, variables
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, variables
 from tailrace.jaxprs.own_equations import has_role, unit_in
 from tailrace.jaxprs.stretches import makers, used_by
 from tailrace.jaxprs.walk import concerns_us
@@ -66,7 +66,7 @@ class Jobs:
     Attributes:
         index: the index of the loop over microbatches in the body of that loop.
         loop: its equation.
-        body: of it.
+        body: its body.
         microbatches: the number of microbatches per step.
         sizes: the number of members of each stage.
         carry_in: the variables of carried values at the start of a microbatch; `carry_out` at its end.
@@ -102,6 +102,8 @@ class Jobs:
             if who != AHEAD:
                 self.jobs[who].equations.append(index)
         self._made: dict[Any, int] = makers(self.body.eqns)
+        # In this order: carried values get their owners, or are computed ahead; free equations are
+        # copied to the units that need them; only what a unit still lacks has to be sent there.
         self._own_carried()
         self._run_ahead()
         self._copy_free_equations()
@@ -212,7 +214,7 @@ class Jobs:
                 if var in made and made[var] != who:
                     self._send(var, made[var], who)
 
-    def _send(self, var: Any, start: Who, end: Who) -> None:
+    def _send(self, var: Var, start: Who, end: Who) -> None:
         # A value that several units need travels once: it is added to each message on the way that
         # does not have it yet, and the units on the way read it there.
         here = start

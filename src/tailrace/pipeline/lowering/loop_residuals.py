@@ -6,6 +6,7 @@ is wrapped in a `jax.checkpoint` with the policy of `residuals.py`: cheap values
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     scan = scan_of(eqn)
     assert scan is not None
 
-    def recomputed(one_pass: Any) -> Any:
+    def recomputed(one_pass: Callable[..., Any]) -> Any:
         return jax.checkpoint(one_pass, policy=keeps_expensive, prevent_cse=False)
 
     return scan.again(lambda values: _contents(scan.body, values), inputs, recomputed)

@@ -118,7 +118,7 @@ def reading(forward: ClosedJaxpr, backward: ClosedJaxpr, chosen: Selection) -> C
     """A backward that takes the kept values of `forward` in place of its residuals."""
     count = len(chosen.kept)
 
-    def call(*operands: Any) -> list[Any]:
+    def call(*operands: jax.Array) -> list[Any]:
         known = dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
         known.update(zip(chosen.kept, operands[:count], strict=True))
         run(chosen.again, known)

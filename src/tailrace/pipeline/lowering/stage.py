@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import ClosedJaxpr, Var, nbytes, variables
+from tailrace.jaxprs.internals import Atom, ClosedJaxpr, Var, nbytes, variables
 from tailrace.jaxprs.marks import unit
 
 Who = tuple[str, int, int]
@@ -130,7 +131,7 @@ class Stages:
     after: tuple[Any, ...]
     consts: Mapping[Any, Any]
 
-    def start(self, *args: Any) -> dict[Any, Any]:
+    def start(self, *args: Tree) -> dict[Any, Any]:
         """The initial values of a microbatch, by variable: the model's arguments and constants."""
         return {**self.consts, **dict(zip(self.invars, jax.tree.leaves(args), strict=True))}
 
@@ -195,7 +196,7 @@ class Stages:
         return found
 
 
-def value_in(values: dict[Any, Any], var: Var) -> Any:
+def value_in(values: dict[Any, Any], var: Atom) -> Any:
     """The value of a variable or a literal, as an array."""
     return jnp.asarray(values[var] if isinstance(var, Var) else var.val)
 

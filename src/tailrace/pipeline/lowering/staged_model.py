@@ -8,7 +8,7 @@ call too, in the unit that has its operands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.internals import Atom, Tracer
 from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.pipeline.lowering.cut import Cut, cut_function
 from tailrace.pipeline.lowering.forward_backward import training_stages
@@ -53,7 +53,9 @@ class Model:
     names: tuple[str, ...]
 
     @classmethod
-    def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
+    def trace(
+        cls, forward: Callable[..., Tree], args: Tree, sizes: tuple[int, ...], recompute: bool | str
+    ) -> Model:
         """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
         closes_over = PipelineError(
             "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
@@ -96,7 +98,7 @@ class Model:
         after = jax.tree.unflatten(structure, stages.next_state(carried, values))
         return Microbatch(self._named("loss", self.loss, values), aux, after, gradients)
 
-    def _backward(self, seed: Any, residuals: Sequence[Any]) -> dict[Stage, dict[int, Any]]:
+    def _backward(self, seed: jax.Array, residuals: Sequence[Any]) -> dict[Stage, dict[int, Any]]:
         """Call all backwards, the last stage's first; the gradients of parameters."""
         stages = self.stages.each
         numbers = {var: i for i, var in enumerate(self.stages.invars[: len(self.names)])}
@@ -117,7 +119,7 @@ class Model:
                     gradients[var], homes[var] = gradient, stage.backward_unit
         return found
 
-    def _named(self, name: str, var: Any, values: dict[Any, Any]) -> Any:
+    def _named(self, name: str, var: Atom, values: dict[Any, Any]) -> Any:
         """A result, marked with its name in the unit that computes it."""
         home = self.stages.home([var])
         return in_unit(home, lambda: mark(value_in(values, var), Tag("value", name)))

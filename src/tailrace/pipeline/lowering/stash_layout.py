@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
+from tailrace.taps.frame import Scalar
 
 _SMALL = 1 << 18
 """Values of at most this many bytes share a row: copying costs less than a separate operation."""
@@ -64,7 +65,7 @@ class StashLayout(Layout):
         super().__init__(values)
 
     def put(
-        self, device: int, buffers: list[Any], whose: Whose, known: Mapping[Any, Any], slot: Any
+        self, device: int, buffers: list[Any], whose: Whose, known: Mapping[Any, Any], slot: Scalar
     ) -> None:
         """Stash the residuals of a unit, from values by variable."""
         for row in self.rows.get(whose, ()):
@@ -77,7 +78,9 @@ class StashLayout(Layout):
                 values = [jnp.concatenate(kept)]
             self.write(device, buffers, row.key, values[0], slot)
 
-    def take(self, device: int, buffers: Sequence[Any], whose: Whose, slot: Any) -> dict[Any, Any]:
+    def take(
+        self, device: int, buffers: Sequence[Any], whose: Whose, slot: Scalar
+    ) -> dict[Any, Any]:
         """The stashed residuals of a unit, by variable."""
         found = {}
         for row in self.rows.get(whose, ()):

@@ -146,6 +146,7 @@ class Spread:
         sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
         if sent and all(nbytes(v.aval) <= _NUMBER for v in [*operands, *eqn.outvars]):
             where = None
+        # As early as its last operand allows; `_delay` moves it back later.
         when = max([self.ready(v, where) for v in operands], default=0)
         # Replicas also exchange before a phase, the results of the previous one.
         if self._is_reduction(eqn) and where is not None:
@@ -168,6 +169,7 @@ class Spread:
                 continue
             eqn, where = self.equations[index], self._where[index]
             reduction = self._is_reduction(eqn) and where is not None
+            # Exchanges stay where they are, and what all devices run cannot be delayed for one.
             if where is not None and not reduction:
                 due = [late[self.root(v)] for v in eqn.outvars if self.root(v) in late]
                 if due:
@@ -175,6 +177,7 @@ class Spread:
                     for var in eqn.outvars:
                         if var not in self.same:
                             self.made_at[var] = self._when[index]
+            # A reduction is an exchange before its phase: its operands are due one phase earlier.
             when = self._when[index] - (1 if reduction else 0)
             for var in variables(eqn.invars):
                 root = self.root(var)
@@ -199,7 +202,7 @@ def guess_homes(
         operands = variables(eqn.invars)
         local = [v for v in operands if at.get(v) is not None]
         leaves = set().union(*(wild.get(v, set()) for v in operands))
-        if not local:
+        if not local:  # its place is still open: what it is computed from is passed on
             wild.update((v, leaves) for v in eqn.outvars)
             continue
         where = _meeting_place(local, at)

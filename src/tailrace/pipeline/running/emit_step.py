@@ -85,6 +85,8 @@ class Machine:
         buffers, loose, used = ticking.run(values, start, empty_stash)
         outs = jobs.loop.outvars[: jobs.carried]
         values.known.update((outs[number], value) for number, value in loose.items())
+        # From here on a carried variable is in the buffers that the ticks have left: a later store
+        # hides an earlier one.
         owned = {outs[n]: n for n in range(jobs.carried) if jobs.owner(n) is not None}
         values.add_store(a.carry_layout, buffers, owned)
         # After: the update, from these buffers to those that devices hold.
@@ -118,7 +120,7 @@ class Machine:
             for var in phase.sent:
                 at = spread.at[var]
                 assert at is not None
-                values.send(var, min(at))
+                values.send(var, min(at))  # any of the devices that have it: they agree
             self._reduce(values, spread, phase)
             for index in phase.everywhere:
                 self._equation(values, spread, indices, index, self.rewriter)

@@ -73,6 +73,8 @@ class Ticking:
             "stash": stash,
             "out": [channel.layout.zeros() for channel in a.channels],
         }
+        # Messages wait one tick: what is sent at the end of a tick is read in the next. On one device
+        # there is nothing to send, and the receiver reads the sender's buffer.
         if a.num_devices > 1:
             carry["in"] = [channel.layout.zeros() for channel in a.channels]
         bodies = {}
@@ -85,7 +87,7 @@ class Ticking:
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
-        def tick(state: Tree, row: Any) -> Any:
+        def tick(state: Tree, row: Tree) -> Any:
             carry, emitted = dict(state[0]), state[1]
             for job in active:
                 kind, stage, _ = job.who
@@ -95,11 +97,14 @@ class Ticking:
                 if a.num_devices > 1:
                     mine = mine & (values.me == a.device(job.who))
 
-                def once(state: Tree, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
+                def once(
+                    state: Tree, job: Job = job, m: jax.Array = m, slot: jax.Array = slot
+                ) -> Any:
                     carry, emitted = state
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
 
+                # Profiles find a unit by this scope; see `profiling/programs/tick_times.py`.
                 with jax.named_scope(unit_scope(*job.who)):
                     carry, emitted = once_if(mine, once, (carry, emitted))
             if a.num_devices > 1:
@@ -155,11 +160,11 @@ class Ticking:
         used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
-        def run(carry: Tree, m: Any, slot: Any) -> Any:
+        def run(carry: Tree, m: jax.Array, slot: jax.Array) -> Any:
             frame = view.frame.inner(_blocks(elements, m))
             known = self._given(view, used)
             known.update((var, x[m]) for var, x in ahead.items() if var in used)
-            known[body.invars[-1]] = m
+            known[body.invars[-1]] = m  # the loop's counter: a job counts microbatches, not ticks
             carried, stash = list(carry["carried"]), list(carry["stash"])
             out = [list(buffers) for buffers in carry["out"]]
             # On one device a message is read from where it was written.
@@ -212,7 +217,7 @@ class Ticking:
         chosen = jobs.from_ahead
         start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
-        def one(carry: Tree, m: Any) -> Any:
+        def one(carry: Tree, m: jax.Array) -> Any:
             known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}
             frame = values.frame.inner(_blocks(elements, m))
             for index in jobs.ahead:
@@ -224,7 +229,7 @@ class Ticking:
         return dict(zip(chosen, stacked, strict=True)), dict(zip(jobs.loose, after, strict=True))
 
 
-def _blocks(elements: Tree, m: Any) -> dict[Any, Block]:
+def _blocks(elements: Tree, m: jax.Array) -> dict[Any, Block]:
     """The element of one microbatch, as a block to take."""
     return {
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
@@ -243,10 +248,10 @@ def _is_collected(key: object) -> bool:
     return isinstance(key, RawKey) and key[0].collect != "stack"
 
 
-def _kept(emitted: Emissions, made: Emissions, m: Any) -> Emissions:
+def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
     """The emissions of all microbatches, with those of one more added."""
 
-    def put(buffer: Any, new: Any) -> Any:
+    def put(buffer: jax.Array, new: jax.Array) -> Any:
         return lax.dynamic_update_index_in_dim(buffer, new, m, 0)
 
     after = Emissions(emitted)

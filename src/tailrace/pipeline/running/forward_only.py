@@ -84,7 +84,7 @@ class ForwardRunner(PipelineRunner):
         sizes: tuple[int, ...],
         compute: Compute,
         read: Tree,
-        changed: Any,
+        changed: Tree,
         infeed: Feed,
         out: OutfeedQueue,
         count: int,
@@ -94,7 +94,7 @@ class ForwardRunner(PipelineRunner):
         self.per_pass = per_pass(count, pipeline.round_of(sizes))
         self._read_only = len(jax.tree.leaves(read))
 
-        def program(state: Tree, _: Any) -> Any:
+        def program(state: Tree, _: object) -> Any:
             return forward_pass(compute, state, infeed, out, self.per_pass, (), advances=True)
 
         each = [False] * self._read_only + [True] * len(jax.tree.leaves(changed))

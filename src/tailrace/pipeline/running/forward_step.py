@@ -33,7 +33,7 @@ def microbatches_of(pipeline: Pipeline, sizes: tuple[int, ...], rounds: int = _R
     return len(offsets) * rounds
 
 
-def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
+def stages_of(compute: Compute, args: Tree) -> tuple[int, ...]:
     """The number of members of each stage of a function, from the boundaries in it."""
     return cut_function(compute, args)[0].sizes
 

@@ -47,7 +47,7 @@ def leaf_digests(
         PartitionSpec(REPLICA) if number in assembly.each else PartitionSpec() for number in alike
     ]
 
-    def part(value: Any, number: int, leaf: int) -> Any:
+    def part(value: jax.Array, number: int, leaf: int) -> Any:
         """The part of a leaf that this replica has, at its offset in the leaf."""
         first = lax.axis_index(REPLICA) * value.size if number in assembly.each else 0
         return digest(value, names[leaf], first, sizes[leaf])

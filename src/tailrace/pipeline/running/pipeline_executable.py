@@ -22,7 +22,8 @@ from tailrace.pipeline.running.value_lookup import from_device
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import Buffer
 from tailrace.program.running.placement import Placement
-from tailrace.taps.frame import Block, Emissions
+from tailrace.taps.counted_loop import OnePass
+from tailrace.taps.frame import Block, Emissions, Emitted
 from tailrace.taps.loop_passes import Passes, skipping
 from tailrace.taps.wanted import FiniteKey, RawKey, condense, fine
 
@@ -88,7 +89,7 @@ class PipelineProgram(DeviceProgram):
         )
         one = placement.replicas == 1
 
-        def call(*args: Any) -> Any:
+        def call(*args: Tree) -> Any:
             results, emitted, ticket = function(*args)
             if one:  # no replica dim, as without replicas
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
@@ -96,7 +97,14 @@ class PipelineProgram(DeviceProgram):
 
         return jax.jit(call, donate_argnums=donated)
 
-    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
+    def _function(
+        self,
+        carried: Tree,
+        read: Tree,
+        elements: Tree,
+        numbers: jax.Array,
+        free: Sequence[jax.Array],
+    ) -> Any:
         self._rewriter.arguments = free
         a, piece = self._assembly, self.piece
         assert piece.length is not None  # it is a loop
@@ -104,7 +112,7 @@ class PipelineProgram(DeviceProgram):
         machine = Machine(a, self._rewriter, (piece.segment.first, 0))
         consts = self._constants(read)
 
-        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Tree, observing: bool) -> Any:
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
@@ -116,9 +124,10 @@ class PipelineProgram(DeviceProgram):
         # Filled with zeros once per execution, or in every step if steps may be skipped. Old
         # content does not matter: slots are written before they are read.
         start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
+        body: OnePass = one_pass
         if self._skips:
-            one_pass = skipping(one_pass, functools.partial(_is_good, machine))
-        over = Passes(one_pass, False, 1, piece.length, trip=frame.trip)
+            body = skipping(one_pass, functools.partial(_is_good, machine))
+        over = Passes(body, False, 1, piece.length, trip=frame.trip)
         if self._collected:
             over = over.collecting(self._collected)
         period = self._rewriter.period
@@ -189,7 +198,7 @@ class PipelineProgram(DeviceProgram):
         return found
 
 
-def _is_good(machine: Machine, emitted: Any) -> Any:
+def _is_good(machine: Machine, emitted: Emitted) -> Any:
     """Whether all flags that a step emitted are true, on the device of each, on all replicas."""
     good = jnp.array(True)
     for key, emission in emitted.items():

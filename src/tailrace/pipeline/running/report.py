@@ -159,7 +159,7 @@ def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
     if not programs:
         return 0.0
 
-    def run(key: object, inputs: Tree) -> list[list[Any]]:
+    def run(key: jax.Array, inputs: Tree) -> list[list[Any]]:
         ambient = Ambient(key, jnp.int32(0), jnp.int32(0))
         counters = (Counter(1, jnp.int32(0)), Counter(1, jnp.int32(0)))
         frame = Frame(ambient, counters=counters)

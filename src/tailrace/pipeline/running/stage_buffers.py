@@ -168,7 +168,7 @@ def _owned(value: jax.Array) -> Any:
     return jnp.copy(value)
 
 
-def _for_each(value: Any, form: Any, replicas: int) -> Any:
+def _for_each(value: jax.Array, form: Any, replicas: int) -> Any:
     """A value per replica: the same for all if there is only one."""
     if jnp.ndim(value) == len(form.shape):
         return jnp.broadcast_to(value, (replicas, *jnp.shape(value)))

@@ -150,7 +150,7 @@ class StageLayout(LoopLayout):
         """Emissions with iterations and microbatches in one dim: that of the elements."""
         at = 0 if self.placement.replicas == 1 else 1
 
-        def merge(leaf: Any) -> Any:
+        def merge(leaf: jax.Array) -> Any:
             return leaf.reshape(*leaf.shape[:at], -1, *leaf.shape[at + 2 :])
 
         return jax.tree.map(merge, value)

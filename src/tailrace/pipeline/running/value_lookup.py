@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, JaxprEqn, Literal, Var
 from tailrace.pipeline.lowering.buffers import Layout
 from tailrace.taps.frame import Frame
 
@@ -57,13 +58,13 @@ class Values:
         """Variables that are in buffers from now on."""
         self.stores.append((layout, buffers, keys))
 
-    def root(self, var: Any) -> Any:
+    def root(self, var: Var) -> Var:
         """The variable that this is an alias of."""
         while var in self.same:
             var = self.same[var]
         return var
 
-    def fetch(self, var: Any, device: int | None = None) -> Any:
+    def fetch(self, var: Atom, device: int | None = None) -> Any:
         """The value of a variable, on the current device or on another."""
         if isinstance(var, Literal):
             return var.val
@@ -93,18 +94,18 @@ class Values:
         for var in eqn.outvars:
             place[var] = made[var]
 
-    def send(self, var: Any, source: int) -> None:
+    def send(self, var: Var, source: int) -> None:
         """Send the values of one device to all."""
         self.known[var] = from_device(source, self.fetch(var, source))
 
-    def _make(self, var: Any) -> Any:
+    def _make(self, var: Var) -> Any:
         eqn = self.constants[var]
         with internals.equation_context(eqn):
             outputs = internals.bind_again(eqn, [self.fetch(v) for v in eqn.invars])
         return outputs[eqn.outvars.index(var)]
 
 
-def from_device(source: int, value: Any) -> Any:
+def from_device(source: int, value: jax.Array) -> Any:
     """The value of one device of the stages, on all of them."""
     # A sum to which all other devices add zeros: one exchange, whichever the source is.
     is_bool = value.dtype == jnp.bool_

@@ -25,7 +25,10 @@ _lock = threading.Lock()
 
 
 def compiled_program(
-    lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None, platform: str
+    lowered: Any,
+    devices: tuple[int, ...],
+    options: dict[str, str] | None,
+    platform: str,
 ) -> tuple[Any, bool]:
     """The executable of a lowered program, and whether it was reused."""
     text = lowered.as_text()

@@ -33,7 +33,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import Packing
 from tailrace.program.running.segments import Segment
 from tailrace.program.running.sent_marks import SentMarks
-from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
+from tailrace.taps.frame import Ambient, Block, Emission, Frame, Scalar, Trip
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import Wanted, condense
 
@@ -124,7 +124,7 @@ class DeviceProgram(ABC):
         """The values of the argument `free`, on the host."""
         return [jnp.asarray(number) for number in self._rewriter.free.values]
 
-    def emissions(self, emitted: Any) -> dict[Hashable, Emission]:
+    def emissions(self, emitted: Tree) -> dict[Hashable, Emission]:
         """The emissions by key, from what a call of the function returned for them."""
         if self._packing is not None:
             emitted = self._packing.unpack(emitted)
@@ -135,7 +135,7 @@ class DeviceProgram(ABC):
         """The function for `jax.jit`, over all devices; `donated` are the indices of arguments."""
 
     def _begin(
-        self, numbers: Any, replica: Any, blocks: dict[Any, Block] | None = None
+        self, numbers: jax.Array, replica: Scalar, blocks: dict[Any, Block] | None = None
     ) -> tuple[Frame, Any]:
         """Inside the function: the environment of the piece, and the counter of each iteration."""
         piece = self.piece
@@ -158,7 +158,7 @@ class DeviceProgram(ABC):
         emitted = [frame.emitted[key] for key in self._keys]
         return emitted if self._packing is None else self._packing.pack(emitted)
 
-    def _what_follows(self, numbers: Any) -> Any:
+    def _what_follows(self, numbers: jax.Array) -> Any:
         """The numbers of a dispatch that continues from here."""
         steps = numbers[3] if self.piece.counted else self.piece.length or 0
         return Numbers.advanced(numbers, steps)
@@ -194,7 +194,7 @@ class SegmentProgram(DeviceProgram):
             elements = PartitionSpec(None, devices.REPLICA)  # dim 0 is that of the iterations
             sent = each if placement.in_one_process else same
 
-            def spec(var: Any) -> PartitionSpec:
+            def spec(var: Hashable) -> PartitionSpec:
                 return each if var in self._each or var in self._spread else same
 
             function = jax.shard_map(
@@ -206,7 +206,14 @@ class SegmentProgram(DeviceProgram):
             )
         return jax.jit(function, donate_argnums=donated)
 
-    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
+    def _function(
+        self,
+        carried: Tree,
+        read: Tree,
+        elements: Tree,
+        numbers: jax.Array,
+        free: Sequence[jax.Array],
+    ) -> Any:
         self._rewriter.arguments = free
         piece, segment = self.piece, self.piece.segment
         replica = jax.lax.axis_index(devices.REPLICA) if self._several else jnp.int32(0)

@@ -32,7 +32,7 @@ _kept: ContextVar[tuple[Path, bool] | None] = ContextVar("tailrace_kernel_choice
 
 
 @contextmanager
-def choices_in(directory: Any, write: bool = False) -> Generator[None]:
+def choices_in(directory: str | os.PathLike[str] | None, write: bool = False) -> Generator[None]:
     """A context in which programs are compiled with the choices in a directory, if there are any.
 
     Args:

@@ -4,7 +4,7 @@ A runner owns its loop's carry and overwrites it from dispatch to dispatch. Its 
 dataset after another, as long as their elements have the same spec.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ class LoopRunner:
         return Executable(SegmentProgram(piece))
 
 
-def _form_of(value: Any) -> Any:
+def _form_of(value: jax.Array) -> Any:
     """The shape of an array to compile for; dispatches may overwrite the array meanwhile."""
     weak = bool(getattr(value.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)

@@ -1,6 +1,6 @@
 """The carry of a loop that each replica runs on one device: an array for each carried variable."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class LossScale:
 def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]:
     """`forward` with its first result, the loss, multiplied by the scale, in float32."""
 
-    def run(*args: Any) -> tuple[Any, ...]:
+    def run(*args: Tree) -> tuple[Any, ...]:
         loss, *rest = forward(*args)
         return loss.astype(jnp.float32) * state.scale, *rest
 

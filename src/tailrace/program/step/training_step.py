@@ -11,9 +11,8 @@ with their names, which costs nothing unless they are observed:
     update/... updated/... optimizer/...  the results of the optimizer
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
@@ -44,7 +44,7 @@ from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import apply_rule
 from tailrace.taps.catalogue import Entry, matches
-from tailrace.taps.tap import Tap
+from tailrace.taps.tap import AnyTap
 
 if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
@@ -97,13 +97,13 @@ class Step(ABC):
     has_model_state: bool
     scalars: OutfeedQueue
     share_state: bool | Callable[[str], bool] = True
-    taps: tuple[Tap, ...] = ()
+    taps: tuple[AnyTap, ...] = ()
     keeping: StateKeeping | None = None
     hold_activations: HeldActivations | None = None
     loss_scale: LossScale | None = None
     precision: Precision | None = None
 
-    def tapped(self, taps: tuple[Tap, ...]) -> Step:
+    def tapped(self, taps: tuple[AnyTap, ...]) -> Step:
         """The same step with other taps."""
         return dataclasses.replace(self, taps=taps)
 
@@ -278,7 +278,7 @@ class Step(ABC):
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: Any) -> Any:
+def share_of(weight: jax.Array, total: TensorLike) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 

@@ -66,7 +66,7 @@ def trace_program(
     context = ProgramTrace(replicas=replicas)
     out_form: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         with tracing(context):
             out = function(*jax.tree.unflatten(in_structure, leaves))
         out_paths, structure = jax.tree_util.tree_flatten_with_path(out)

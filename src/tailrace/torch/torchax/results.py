@@ -102,8 +102,9 @@ def corrected(
 def _with_names(found: Any, wanted: Any) -> Any:
     """Several results as PyTorch names them (`torch.return_types`), where a lowering has a tuple."""
     named = type(wanted)
-    plain = type(found) in (tuple, list) and issubclass(named, tuple) and named is not tuple
-    return named(found) if plain and len(found) == len(wanted) else found
+    other = isinstance(found, tuple | list) and type(found) is not named
+    other = other and issubclass(named, tuple) and named is not tuple
+    return named(found) if other and len(found) == len(wanted) else found
 
 
 def as_dtype(array: TensorLike, dtype: DTypeLike) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,8 +94,11 @@ def get_variable(
         given = scope.initializer if initializer is None else initializer
         given = _usual(full) if given is None else given
         kind = jnp.float32 if dtype is None else dtype
-        value = given(tuple(shape or ()), kind) if callable(given) else given
-        return Variable(value, trainable, full, dtype)
+
+        def initial() -> Any:
+            return given(tuple(shape or ()), kind) if callable(given) else given
+
+        return Variable(initial, trainable, full, dtype)
 
     found = prepared(_store.get(), full, make)
     if shape is not None and found.shape != tuple(shape):
@@ -140,6 +144,15 @@ def variable_scope(
         _around.reset(token)
 
 
+def free_scope(name: str) -> str:
+    """This name, or the next with a number, that no variable of the scope around is in."""
+    number, free = 0, name
+    while any(full.startswith(f"{_joined(_around.get().name, free)}/") for full in _store.get()):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
 def get_variable_scope() -> VariableScope:
     """The `VariableScope` around.
 
@@ -152,7 +165,7 @@ def get_variable_scope() -> VariableScope:
 
 
 def global_variables() -> list[Variable]:
-    """The variables that `get_variable` has created, in the graph around.
+    """The variables of the graph around: those of `get_variable`, and those created in it.
 
     >>> from tailrace.compat.tensorflow.compat import v1 as tf
     >>> with tf.Graph().as_default():
@@ -163,8 +176,16 @@ def global_variables() -> list[Variable]:
     return list(_store.get().values())
 
 
-def trainable_variables() -> list[Variable]:
-    """The variables that `get_variable` has created and that are trained.
+def variables_by_name() -> Store:
+    """The same, by their names in the graph."""
+    return dict(_store.get())
+
+
+def trainable_variables(scope: str | None = None) -> list[Variable]:
+    """The variables of the graph around that are trained.
+
+    Args:
+        scope: what their names begin with.
 
     >>> from tailrace.compat.tensorflow.compat import v1 as tf
     >>> with tf.Graph().as_default():
@@ -172,12 +193,62 @@ def trainable_variables() -> list[Variable]:
     ...     print([variable.name for variable in tf.trainable_variables()])
     ['w']
     """
-    return [variable for variable in global_variables() if variable.trainable]
+    found = [variable for variable in global_variables() if variable.trainable]
+    return [variable for variable in found if variable.name.startswith(scope or "")]
+
+
+_collections: dict[int, tuple[Store, dict[str, list[Any]]]] = {}
+
+
+def collections_of_graph() -> dict[str, list[Any]]:
+    """What a program has put into collections of the graph around, by their names."""
+    store = _store.get()
+    return _collections.setdefault(id(store), (store, {}))[1]
+
+
+def enter_variable(variable: Any, name: str) -> None:
+    """Make a variable one of the graph around, under its name or the next free one."""
+    store, number, free = _store.get(), 0, name
+    while free in store:
+        number += 1
+        free = f"{name}_{number}"
+    store[free] = variable
+
+
+_slots: weakref.WeakKeyDictionary[Variable, Store] = weakref.WeakKeyDictionary()
+
+
+def slot(leaf: TensorLike) -> Variable:
+    """A variable that an optimizer keeps; the initializer of the graph around resets it, too."""
+    first = leaf.reshape(-1)[:1]
+    # Nearly all of them are filled with one number, which takes no memory to keep.
+    filled = leaf.size > 0 and bool((leaf == first).all())
+    shape, dtype = leaf.shape, leaf.dtype
+
+    def initial() -> Any:
+        return jnp.full(shape, first[0], dtype) if filled else leaf
+
+    made = Variable(initial, trainable=False, name="slot")
+    _slots[made] = _store.get()
+    return made
+
+
+def initializer() -> Callable[[], None]:
+    """What gives the variables of the graph around, and its optimizers' slots, their first values."""
+    store = _store.get()
+
+    def initialize() -> None:
+        slots = [variable for variable, home in _slots.items() if home is store]
+        for variable in (*store.values(), *slots):
+            variable.reset()
+
+    return initialize
 
 
 def forget_variables() -> None:
     """Let `get_variable` create all variables again, as in a new graph of the original."""
     _store.get().clear()
+    _collections.pop(id(_store.get()), None)
 
 
 @contextlib.contextmanager

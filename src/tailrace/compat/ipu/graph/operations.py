@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.deferred import Operation as Operation
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.data.trees import Tree
-
-
-class Operation:
-    """Something that a program does, without a value; bodies and stages may return it, after tensors.
-
-    In the original it had to be returned, or it was not done. Here calling what makes it is enough.
-    `initializer` and `deleter` of a feed have been done when they are read.
-
-    Args:
-        name: what it is called.
-        action: what calling it on the host does; None: nothing.
-
-    >>> from tailrace.compat import ipu
-    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    >>> outfeed.deleter
-    <Operation outfeed deleter>
-    """
-
-    def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:
-        self.name, self._action = name, action
-
-    def __call__(self) -> Any:
-        """Do it."""
-        return None if self._action is None else self._action()
-
-    def __repr__(self) -> str:
-        return f"<Operation {self.name}>"
 
 
 class Undelivered(list[Any]):

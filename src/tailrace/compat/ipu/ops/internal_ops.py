@@ -118,11 +118,10 @@ def get_current_iteration_counter(name: str | None = None, **_: Any) -> Any:
         IPURuntimeError: it is called outside a pipeline.
 
     >>> from tailrace.compat import ipu
-    >>> ipu.ops.internal_ops.get_current_iteration_counter()
+    >>> ipu.ops.internal_ops.get_current_iteration_counter()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tailrace.compat.ipu.errors.IPURuntimeError: get_current_iteration_counter() may only be used \
-    inside a pipeline.
+    tailrace.compat.ipu.errors.IPURuntimeError: ... may only be used inside a pipeline.
     """
     del name
     from tailrace.compat.ipu.ops import pipelining_ops  # which needs more than this file

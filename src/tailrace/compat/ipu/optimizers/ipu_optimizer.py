@@ -63,6 +63,7 @@ class IpuOptimizer(Optimizer):
             **kwargs: for the optimizer inside.
         """
         inner = getattr(self._opt, "compute_gradients", None)
+        # A program's own optimizer may have apply_gradients alone.
         if inner is None:
             return super().compute_gradients(loss, var_list, **kwargs)
         return inner(loss, var_list=var_list, **kwargs)

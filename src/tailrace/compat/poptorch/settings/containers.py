@@ -17,6 +17,7 @@ class OptionsDict:
     """Values by name: `o.name`, `o("name")`, `o.name = value`; setters return the object."""
 
     def __init__(self, **defaults: Any) -> None:
+        # `self.x = y` sets an option, so what is no option is stored around it.
         object.__setattr__(self, "_values", dict(defaults))
         object.__setattr__(self, "_frozen", False)
 
@@ -80,7 +81,7 @@ class OptionsDict:
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             object.__setattr__(made, name, copy.deepcopy(value, memo))
-        made.freeze(False)
+        made.freeze(False)  # a copy is made to be changed
         return made
 
     def __repr__(self) -> str:

@@ -95,7 +95,7 @@ class _Strategy:
             self._auto = args[0]
         else:
             self._stages = [_stage(one) for one in args]
-        self.staging()
+        self.staging()  # what is wrong with the stages is said here, not when a model compiles
 
     def stage(self, block_id: str) -> Stage:
         """The stage that a block belongs to.

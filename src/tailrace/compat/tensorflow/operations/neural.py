@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from keras import ops
 
@@ -254,6 +255,39 @@ def depthwise_conv2d(
         _format(data_format),
         dilation,
     )
+
+
+@operation("nn.conv2d_transpose")
+def conv2d_transpose(
+    input: TensorLike,
+    filters: TensorLike,
+    output_shape: ShapeLike,
+    strides: ShapeLike,
+    padding: str = "SAME",
+    data_format: str | None = None,
+    dilations: ShapeLike = None,
+) -> Any:
+    """The gradient of a convolution, as an operation of its own.
+
+    Raises:
+        OptionError: no such convolution has an output of this shape.
+    """
+    given, kernel = tensor(input), tensor(filters)  # [rows, columns, out, in]
+    shape = tuple(int(each) for each in output_shape)
+    steps = _middle(strides, 2, data_format)
+    dilation = 1 if dilations is None else _middle(dilations, 2, data_format)
+
+    def forward(image: Any) -> Any:
+        return ops.conv(image, kernel, steps, _padding(padding), _format(data_format), dilation)
+
+    wanted = jax.ShapeDtypeStruct(shape, given.dtype)
+    if jax.eval_shape(forward, wanted).shape != given.shape:
+        raise OptionError(
+            f"tf.nn.conv2d_transpose goes the way of a convolution back. One of an output of shape "
+            f"{shape} has the shape {jax.eval_shape(forward, wanted).shape}. Received: {given.shape}."
+        )
+    (found,) = jax.linear_transpose(forward, wanted)(given)
+    return found
 
 
 def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:

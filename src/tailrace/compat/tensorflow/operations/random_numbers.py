@@ -47,7 +47,7 @@ def set_seed(seed: int) -> None:
     keras.utils.set_random_seed(int(seed))
 
 
-@operation("random.normal")
+@operation("random.normal", draws=True)
 def normal(
     shape: ShapeLike,
     mean: TensorLike = 0.0,
@@ -60,7 +60,7 @@ def normal(
     return drawn * jnp.asarray(stddev, drawn.dtype) + jnp.asarray(mean, drawn.dtype)
 
 
-@operation("random.truncated_normal")
+@operation("random.truncated_normal", draws=True)
 def truncated_normal(
     shape: ShapeLike,
     mean: TensorLike = 0.0,
@@ -75,7 +75,7 @@ def truncated_normal(
     return drawn * jnp.asarray(stddev, drawn.dtype) + jnp.asarray(mean, drawn.dtype)
 
 
-@operation("random.uniform")
+@operation("random.uniform", draws=True)
 def uniform(
     shape: ShapeLike,
     minval: TensorLike = 0,
@@ -92,13 +92,13 @@ def uniform(
     return drawn * jnp.asarray(upper - minval, kind) + jnp.asarray(minval, kind)
 
 
-@operation("random.shuffle")
+@operation("random.shuffle", draws=True)
 def shuffle(value: TensorLike, seed: SeedLike = None) -> Any:
     """The rows in another order."""
     return keras.random.shuffle(jnp.asarray(value), seed=next_seed(seed))
 
 
-@operation("random.categorical")
+@operation("random.categorical", draws=True)
 def categorical(
     logits: TensorLike, num_samples: int, dtype: DTypeLike = "int64", seed: SeedLike = None
 ) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tailrace.compat.ipu.graph.deferred import Feed, evaluated, running
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
@@ -57,7 +58,9 @@ class _Rule(OptaxOptimizer, Optimizer):
     @property
     def transformation(self) -> Any:  # type: ignore[override]
         """The rule with the current rate."""
-        return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
+        rate = evaluated(self._rate, running() or Feed())
+        rate = rate() if callable(rate) and not is_variable(rate) else rate
+        return self._make(value_of(rate) if is_variable(rate) else rate)
 
     @transformation.setter
     def transformation(self, value: TensorLike) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUValueError, NotFoundError
-from tailrace.compat.ipu.graph.named_variables import global_variables
+from tailrace.compat.ipu.graph.deferred import Feed, computing
+from tailrace.compat.ipu.graph.named_variables import variables_by_name
 from tailrace.compat.ipu.graph.state import value_of
 from tailrace.compat.tensorflow import host
 
@@ -87,13 +88,15 @@ class Saver:
                 raise NotFoundError(
                     f"Variable {name!r} is not in {save_path}. It has: {', '.join(sorted(values))}."
                 )
-            variable.assign(values[name])
+            with computing(Feed()):  # at once: in a graph an assignment is only described
+                variable.assign(values[name])
 
     def _variables(self) -> dict[str, VariableLike]:
+        if self._given is None:
+            return variables_by_name()
         if isinstance(self._given, Mapping):
             return dict(self._given)
-        found = global_variables() if self._given is None else self._given
-        return {variable.name: variable for variable in found}
+        return {variable.name: variable for variable in self._given}
 
 
 def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -> str | None:

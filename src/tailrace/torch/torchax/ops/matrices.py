@@ -60,6 +60,13 @@ def _det(x: TensorLike) -> Any:
     return jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)
 
 
+def _slogdet(x: TensorLike) -> tuple[Any, Any]:
+    """The sign of a determinant, and the logarithm of its absolute value."""
+    if x.size:
+        return tuple(jnp.linalg.slogdet(x))
+    return jnp.ones(x.shape[:-2], x.dtype), jnp.zeros(x.shape[:-2], x.real.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _solved(b: TensorLike, factor: TensorLike, upper: bool) -> Any:
     return jax.scipy.linalg.cho_solve((factor, not upper), b)
@@ -183,6 +190,8 @@ MATRICES: dict[Any, Callable[..., Any]] = {
     aten.linalg_matrix_exp.default: _matrix_exp,
     torch.det: _det,
     torch.kron: _kron,
+    torch.slogdet: _slogdet,
+    torch.Tensor.slogdet: _slogdet,
     torch.linalg.det: _det,
     torch.linalg.solve: _solution,
     torch.linalg.solve_ex: _solve,
