@@ -224,10 +224,16 @@ def called_layers(model: keras.Model) -> Opened:
             f"The layer calls of {model.name!r} are found by following its `call` on the shape of its "
             f"inputs, which it does not know. Call it on a batch first."
         )
-    calls = Following(model, None, cuts=False)
-    with followed(calls), keras.StatelessScope(), in_scope():
-        model.compute_output_spec(_symbols(shape))
+    # A Sequential model inside that has not run yet calls its layers to build itself, and then again.
+    for _ in range(1 if _is_built(model) else 2):
+        calls = Following(model, None, cuts=False)
+        with followed(calls), keras.StatelessScope(), in_scope():
+            model.compute_output_spec(_symbols(shape))
     return calls.found
+
+
+def _is_built(layer: Any) -> bool:
+    return layer.built and all(_is_built(one) for one in getattr(layer, "layers", ()))
 
 
 def _symbols(shape: ShapeLike) -> Any:
