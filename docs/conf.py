@@ -39,12 +39,12 @@ nb_execution_mode = "cache"
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # with tables
 nb_execution_cache_path = str(ROOT / ".cache" / "docs")
 
 # -- the reference ----------------------------------------------------------------------------------
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures have them
-autodoc_default_options = {"members": True, "inherited-members": False}
 autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True

@@ -83,8 +83,7 @@ def main(steps=2000, width=64, depth=2, batch_size=32):
     taps = [tr.Tap("grad/blocks/*/weight", mode=tr.every(10), reduce="norm")]
     trainer = tr.Trainer(loss_fn, optax.adam(1e-3), model, observe=taps, run_dir=folder / "run")
     held_out = tr.batches(tr.data.digits("test")[0], 100)
-    keep = folder / "checkpoints"
-    history = trainer.fit(data, steps=steps, validation_data=held_out, checkpoint=keep)
+    history = trainer.fit(data, steps=steps, validation_data=held_out, checkpoint=folder / "kept")
     test = history["val_loss"][-1]
     tr.open_run(folder / "run").heatmap("grad/*").save(folder / "gradients.png")
     print(f"loss {history.loss[0]:.3f} at first, {history.loss[-1]:.3f} at last, test {test:.3f}")

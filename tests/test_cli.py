@@ -55,7 +55,7 @@ SMALL = ["--epochs", "2", "--elements", "10"]
 
 
 @pytest.mark.parametrize("name", ["recipe", "make", "generate", "holder.inner"])
-def test_json(name, capsys):
+def test_a_benchmark_prints_json_alone(name, capsys):
     assert main(["benchmark-data", f"my_test_data:{name}", "--json", *SMALL]) == 0
     out, err = capsys.readouterr()
     assert [e["elements_processed"] for e in json.loads(out)["epochs"]] == [10, 10]
@@ -134,7 +134,7 @@ def test_a_new_command_is_one_function(monkeypatch, capsys):
     assert capsys.readouterr().err == "tailrace fail: it failed\n"
 
 
-def test_interrupted(monkeypatch):
+def test_an_interrupt_exits_with_130(monkeypatch):
     def add(subparsers):
         subparsers.add_parser("wait").set_defaults(run=run)
 
@@ -154,7 +154,7 @@ def test_interrupted(monkeypatch):
         (["benchmark-data", "a:b", "--epochs", "many"], 2, "invalid int value: 'many'"),
     ],
 )
-def test_argparse(arguments, code, text, capsys):
+def test_wrong_arguments_are_refused_by_argparse(arguments, code, text, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == code

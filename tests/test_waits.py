@@ -18,7 +18,7 @@ ALLOWED = {
     "devices/processes/rollcall.py": {
         "self._server.accept()"
     },  # the selector says that one is there
-    "feeds/background.py": {"calls.get()"},  # a thread without work; nobody waits for it
+    "feeds/background.py": {"calls.get()"},  # a thread without work; no other thread waits for it
     "feeds/staging.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
     "keras/data/batch_source.py": {"waiting.result()", "future.result()"},  # likewise
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once

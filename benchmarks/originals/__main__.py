@@ -102,6 +102,7 @@ def _run(
         "ORIGINALS_FOLDER": program.folder,
         "ORIGINALS_IMAGES": program.images,
         "ORIGINALS_PLAIN": program.plain_backend if plain else "",
+        **program.environment,
         "OMP_NUM_THREADS": "1",  # small models: threads of PyTorch wait for each other
     }
     try:

@@ -4,6 +4,7 @@ Loaders of Keras and torchvision are replaced, in the process that runs a progra
 (`tr.data.digits`); they stand for photographs too, in their shapes. Reviews are made up: a word of
 praise or of blame among others decides what a review says, so that a model can learn it. Models of
 `transformers` are small and have random weights; their words are those of the program's own texts.
+Questions about texts are made up, too (`squad`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import tailrace as tr
+from benchmarks.originals import squad
 
 TRAIN, TEST = 3840, 1152
 """How many images of digits there are: multiples of the batch sizes that programs use."""
@@ -144,19 +146,35 @@ def supply_transformers() -> None:
     import torch
     import transformers
 
-    texts = " ".join(path.read_text().lower() for path in sorted(pathlib.Path().glob("*.txt")))
+    # Not of the programs themselves: their imports differ between the two runs.
+    given = [path.read_text().lower() for path in sorted(pathlib.Path().glob("*.txt"))]
+    texts = " ".join([*given, *squad.PEOPLE, *squad.TOWNS, "where is in ? ."])
     words = sorted(set(re.findall(r"\w+|[^\w\s]", texts)))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
 
-    def tokenizer(kind: Any, *_: Any, **options: Any) -> Any:
+    def tokenizer(kind: Any, *_: Any, cache_dir: Any = None, **options: Any) -> Any:
         path = pathlib.Path("words_of_the_tokenizer.txt")
         path.write_text("\n".join(words))
         return kind(str(path), **options)
 
-    def model(kind: Any, *_: Any, **__: Any) -> Any:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
-        return kind(kind.config_class(vocab_size=len(words), num_hidden_layers=2, **sizes))
+    saved = transformers.PreTrainedModel.from_pretrained.__func__
 
-    transformers.BertTokenizer.from_pretrained = classmethod(tokenizer)
+    def model(kind: Any, name: str, *args: Any, config: Any = None, **options: Any) -> Any:
+        if pathlib.Path(name).is_dir():  # what the program itself has saved
+            return saved(kind, name, *args, **options)
+        torch.manual_seed(0)
+        given = {} if config is None else config.to_dict()
+        layers = 2 if config is None else 5  # on the first two of a program's four devices
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+        sizes |= {"num_hidden_layers": layers, "vocab_size": len(words)}
+        return kind(kind.config_class(**given | sizes))
+
+    for kind in (transformers.BertTokenizer, transformers.BertTokenizerFast):
+        kind.from_pretrained = classmethod(tokenizer)
     transformers.PreTrainedModel.from_pretrained = classmethod(model)
+    datasets: Any = types.ModuleType("datasets")
+    datasets.load_dataset, datasets.load_metric = squad.load_dataset, squad.load_metric
+    sys.modules.setdefault("datasets", datasets)
+    import tqdm
+
+    sys.modules["tqdm.notebook"] = tqdm  # bars of a notebook need one

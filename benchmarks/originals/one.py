@@ -92,7 +92,7 @@ def _watch_torch() -> None:
 
     def report(out: Any, model: Any) -> None:
         if isinstance(model, TrainingModel):
-            reports.report("loss", out[-1] if isinstance(out, tuple | list) else out)
+            reports.report("loss", reports.loss_of(out))
         else:
             reports.report("output", out)
 

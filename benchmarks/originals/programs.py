@@ -35,6 +35,9 @@ IMAGES = {
 }
 """How many images a program needs to train and to test, if not as many as others."""
 
+ENVIRONMENT = {"Fine-tuning-BERT.py": {"NUM_AVAILABLE_IPU": "4"}}
+"""What a program reads from its environment, by its name."""
+
 FIRST = {"popdist_inference.py": "popdist_training.py"}
 """A program that must have run in the same folder before."""
 
@@ -69,6 +72,11 @@ class Program:
         """How many images it needs; an empty text for the usual number."""
         ends = [end for end in IMAGES if self.path.as_posix().endswith(f"/{end}")]
         return IMAGES[ends[0]] if ends else ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What it finds in its environment."""
+        return ENVIRONMENT.get(self.path.name, {})
 
     @property
     def plain_backend(self) -> str:

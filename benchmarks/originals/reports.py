@@ -34,6 +34,17 @@ def report_fit(history: Any) -> None:
         report(name, values[-1])
 
 
+def loss_of(out: Any) -> Any:
+    """The loss among what a training call returns: what has fewest elements, of several the last.
+
+    >>> import numpy as np
+    >>> loss_of((np.zeros(1), np.ones(8)))
+    array([0.])
+    """
+    parts = list(out) if isinstance(out, tuple | list) else [out]
+    return min(reversed(parts), key=lambda part: math.prod(part.shape))
+
+
 def shown() -> str:
     """The line to print."""
     return f"{MARK} {json.dumps(_numbers)}"

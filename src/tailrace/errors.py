@@ -14,7 +14,7 @@
     ├── ProgramError           a program or a loop cannot be built or run
     │   ├── ReplicaError       replicas that do not fit, or values that would drift apart
     │   └── PipelineError      a model cannot be run as the requested pipeline
-    ├── OptionError            an option has a value it may not have
+    ├── OptionError            an option has an invalid value
     ├── SelectionError         no tensor has the requested name
     ├── PlanError              a pipeline schedule breaks a rule
     ├── RunError               a run directory cannot be written or read
@@ -86,7 +86,7 @@ class PipelineError(ProgramError):
 
 
 class OptionError(TailraceError, ValueError):
-    """An option has a value that it may not have."""
+    """An option has an invalid value."""
 
 
 class SelectionError(TailraceError, KeyError):

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tailrace.compat import ipu
+from tailrace.compat.ipu.graph.deferred import describe_everywhere
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
 
@@ -13,3 +14,4 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
 def _no_configuration_outlives_its_test():
     yield
     ipu.config.reset_ipu_configuration()
+    describe_everywhere(False)  # `disable_v2_behavior` is for the whole process

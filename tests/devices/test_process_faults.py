@@ -153,7 +153,7 @@ def test_who_is_silent_is_named():
     assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
     left.add(2)
     beats[1].beat(4)
-    assert beats[1].silent(now()) is None  # it has ended: nobody waits for it
+    assert beats[1].silent(now()) is None  # it has ended: the others do not wait for it
     late = now() + 1  # with no answer until then
     assert "process 0 of 3, the coordinator, has not answered for 0.5" in beats[1].silent(late)
 

@@ -47,7 +47,7 @@ def test_missing_ones_are_named_to_all():
 
 def test_a_missing_coordinator_is_named():
     (said,) = arrive([1], 2, timeout_s=0.3)
-    assert "Process 0, the coordinator, did not arrive within 0.3 seconds: nobody listens" in said
+    assert "Process 0, the coordinator, did not arrive within 0.3 seconds: nothing listens" in said
 
 
 def test_processes_that_contradict_each_other():

@@ -73,7 +73,7 @@ def nothing():
         (two, ({"x": 1}, 2), ("two", {"x": 1}, 2)),
     ],
 )
-def test_rules(function, element, expected):
+def test_how_an_element_becomes_arguments(function, element, expected):
     assert call_with_element(function, ("state",), element) == expected
 
 

@@ -36,7 +36,7 @@ def test_the_data_is_the_bottleneck():
 
 
 @pytest.mark.parametrize("rate", [95.0, 100.0, 105.0])
-def test_neither(rate):
+def test_neither_is_the_bottleneck_within_a_tenth(rate):
     got = verdict(measured(rate), step_time_s=0.01)
     assert got.bottleneck == "neither"
     assert got.sentence.endswith("they keep pace with each other, and neither is the bottleneck.")

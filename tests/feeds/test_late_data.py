@@ -1,4 +1,4 @@
-"""Datasets that block, and outfeeds that nobody reads: nothing waits or grows without an end."""
+"""Datasets that block, and outfeeds that are not read: nothing waits or grows without an end."""
 
 import _thread
 import itertools

@@ -1,4 +1,4 @@
-"""Memory of blocks is used again, and never while somebody looks at it."""
+"""Memory of blocks is used again, and never while an array refers to it."""
 
 import gc
 

@@ -29,7 +29,7 @@ def counting(outfeed, n=5, replicas=1, **options):
     ("mode", "replicas", "shape"),
     [("all", 1, (5,)), ("all", 2, (5, 2)), ("last", 1, ()), ("last", 2, (2,))],
 )
-def test_shapes(mode, replicas, shape):
+def test_shapes_by_mode_and_replicas(mode, replicas, shape):
     outfeed = tr.OutfeedQueue(mode)
     counting(outfeed, replicas=replicas)(jnp.int32(0))
     found = outfeed.dequeue()

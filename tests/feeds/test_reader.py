@@ -108,7 +108,7 @@ def test_a_producer_that_fails_at_once():
 
 
 def test_the_sentence_counts_what_was_read_before_the_failure():
-    """Elements 0 to 4 came; whoever reads the message looks for element 5."""
+    """Elements 0 to 4 came; a reader of the message looks for element 5."""
     reader = Reader(failing(5))
     reader.read(2)
     with pytest.raises(ProducerError, match="after 5 elements"):

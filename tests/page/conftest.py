@@ -31,10 +31,10 @@ def served():
     stack = contextlib.ExitStack()
 
     def start(*directories):
-        ready, stop, told = threading.Event(), threading.Event(), []
+        ready, stop, addresses = threading.Event(), threading.Event(), []
 
         def announce(text):
-            told.append(text.split()[2])
+            addresses.append(text.split()[2])
             ready.set()
 
         thread = threading.Thread(
@@ -44,7 +44,7 @@ def served():
         stack.callback(thread.join, 10)
         stack.callback(stop.set)
         assert ready.wait(30)
-        return Served(told[0])
+        return Served(addresses[0])
 
     yield start
     stack.close()

@@ -31,7 +31,7 @@ def healthy_stats(steps, names=NAMES):
 
 
 class MadeRun:
-    """A run directory that grows when it is told to.
+    """A run directory that grows on demand.
 
     Args:
         directory: where to.

@@ -211,11 +211,11 @@ def test_a_grid_and_the_records_behind_a_cell(tmp_path, served):
 
 @contextlib.contextmanager
 def events(page):
-    """What a page is told, as it is told."""
+    """The events that a page receives, as they arrive."""
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
     connection.request("GET", f"/{page.token}/events")
 
-    def told(answer):
+    def events_in(answer):
         while True:
             line = answer.readline().decode()
             if line.startswith("data: "):
@@ -223,7 +223,7 @@ def events(page):
 
     with contextlib.closing(connection), connection.getresponse() as answer:
         assert answer.getheader("content-type").startswith("text/event-stream")
-        yield told(answer)
+        yield events_in(answer)
 
 
 def test_events_say_which_run_has_grown(tmp_path, served):

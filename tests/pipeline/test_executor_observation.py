@@ -81,14 +81,14 @@ def test_activations_and_their_gradients():
 
 
 @pytest.mark.parametrize("mode", ["sum", "final", tr.every(2)])
-def test_modes(mode):
+def test_modes_of_taps_equal_the_plain_step(mode):
     taps = [tr.Tap(["grad/*", "activation/second", "updated/*"], mode=mode, reduce="tensor")]
     found, expected = (observed(p, taps, steps=4) for p in (True, False))
     assert_same_records(found, expected)
 
 
 @pytest.mark.parametrize("reduce", ["stats", "histogram", "norm", lambda x: x.max()])
-def test_reductions(reduce):
+def test_reductions_of_taps_equal_the_plain_step(reduce):
     taps = [tr.Tap(["grad/*", "cotangent/second"], reduce=reduce)]
     found, expected = (observed(p, taps) for p in (True, False))
     assert_same_records(found, expected)

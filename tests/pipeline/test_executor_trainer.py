@@ -69,7 +69,7 @@ def test_another_form_of_batch_goes_on_too():
         np.testing.assert_allclose(a, b, 1e-6, 1e-7)
 
 
-def test_epochs():
+def test_epochs_equal_one_long_fit():
     data = elements(8, 3)
     found = tr.Trainer(pipeline(), momentum(), PARAMS)
     history = found.fit(data, epochs=3)

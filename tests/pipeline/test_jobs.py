@@ -80,7 +80,9 @@ def test_every_equation_runs_once_and_what_it_needs_is_there(seed):
             assert isinstance(result, Literal) or result in have
     units = [i for i, eqn in enumerate(body.eqns) if eqn.primitive is unit_p]
     assert set(units) <= {*first, *jobs.ahead}
-    for number, out in enumerate(jobs.carry_out):  # all that changes is somebody's, or run ahead
+    for number, out in enumerate(
+        jobs.carry_out
+    ):  # a unit owns all that changes, or it is run ahead
         changes = not isinstance(out, Literal) and out is not jobs.carry_in[number]
         assert not changes or number in done or number in jobs.loose
 

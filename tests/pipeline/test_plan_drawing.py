@@ -48,7 +48,7 @@ def test_a_large_grid_leaves_out_the_middle():
     assert devices == ["dev0", "dev1", "...", "dev127", "dev128", "...", "dev254", "dev255"]
 
 
-def test_visible():
+def test_visible_keeps_both_ends_and_the_middle():
     assert visible(5, 5) == [0, 1, 2, 3, 4]
     assert visible(10, 3) == [0, None, 4, None, 9]
     for count in range(1, 40):
@@ -85,7 +85,7 @@ def test_svg_of_a_large_plan_stays_small():
     assert len(plan(512, 4096).svg()) < 200_000
 
 
-def test_notebooks():
+def test_a_plan_shows_itself_in_a_notebook():
     made = plan(2, 4)
     assert made._repr_svg_().startswith("<svg ")
     assert "<svg " in made._repr_html_()
@@ -98,7 +98,7 @@ def test_svg_of_ticks_by_hand():
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_comparison(layout):
+def test_a_comparison_draws_both_plans_and_their_difference(layout):
     concurrent = plan(["in", ["text", "image"], "out"], 12, "interleaved")
     drawn = compare_plans(
         concurrent, concurrent.serialised(), titles=["Concurrent", "Serialised"], layout=layout

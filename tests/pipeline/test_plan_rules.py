@@ -119,7 +119,7 @@ def test_a_plan_is_a_value():
         made.microbatches = 8
 
 
-def test_names():
+def test_stages_have_all_names_or_none():
     made = plan(["embed", ["text", "image"], "head"], 6)
     assert made.names == ("embed", ("text", "image"), "head")
     assert made.stage_name(1) == "text+image"
@@ -130,7 +130,7 @@ def test_names():
         Plan(4, "grouped", (0, 1), names=("one",))
 
 
-def test_serialised():
+def test_serialised_puts_concurrent_members_in_sequence():
     made = plan(["embed", ["text", "image"], "head"], 24)
     flat = made.serialised()
     assert flat == plan(["embed", "text", "image", "head"], 24)

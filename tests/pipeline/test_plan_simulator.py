@@ -38,7 +38,7 @@ def test_the_table_of_the_reference(row):
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 64), (3, 30)])
-def test_bubble(stages, count):
+def test_the_bubble_follows_the_formula(stages, count):
     expected = (stages - 1) / (count + stages - 1)
     for training in (True, False):
         assert plan(stages, count, training=training).bubble == expected
@@ -87,7 +87,7 @@ def test_backward_is_twice_the_forward():
     assert made.simulate([1, 2, 3]) == made.simulate([1, 2, 3], [2, 4, 6])
 
 
-def test_transfers():
+def test_transfers_add_to_the_ticks_that_have_them():
     made = plan(2, 4)
     # Values travel once a tick, in both directions at once; in the last of seven nothing does.
     assert made.simulate(1.0, 1.0, transfer=0.25).total == 10 + 6 * 0.25

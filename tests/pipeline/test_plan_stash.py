@@ -16,7 +16,7 @@ from tailrace.pipeline import plan
         (4, "sequential", [0, 0, 0, 0]),
     ],
 )
-def test_depths(stages, schedule, depths):
+def test_stash_depths_by_schedule(stages, schedule, depths):
     made = plan(stages, 2 * stages, schedule)
     assert [made.stash_depth(stage) for stage in range(stages)] == depths
     assert [made.slots(stage) for stage in range(stages)] == [depth + 1 for depth in depths]

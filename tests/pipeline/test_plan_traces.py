@@ -134,7 +134,7 @@ def test_offsets_against_the_definition(mapping):
     assert schedule_offsets(PipelineSchedule.INTERLEAVED, virtual) == tuple(accepted)
 
 
-def test_phases():
+def test_phases_are_ranges_of_ticks():
     phases = plan(2, 12).phases
     assert phases == (range(4), range(4, 12), range(12, 15))
     assert [phases.of(t) for t in (3, 4, 11, 12)] == ["ramp-up", "steady", "steady", "ramp-down"]

@@ -66,7 +66,7 @@ def test_every_combination_is_answered():
     assert "colspan" in table._repr_html_()
 
 
-def test_best():
+def test_best_is_the_fastest_case_that_can_run():
     table = what_if([1.0] * 8, microbatches=[16], stages=[2, 4, 8], schedules=["grouped"])
     assert table.best.stages == 8
     assert table.best.cut == (1, 2, 3, 4, 5, 6, 7)
@@ -89,7 +89,7 @@ def test_cuts_and_bytes_and_updates():
     assert table.best.simulation.update == 1.0
 
 
-def test_inference():
+def test_what_if_without_a_backward():
     table = what_if([1.0] * 4, microbatches=8, schedules=["grouped"], training=False)
     assert table.best.simulation.total == 11
     assert table.best.plan.training is False

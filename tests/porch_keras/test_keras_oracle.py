@@ -63,7 +63,7 @@ def test_one_dispatch_an_execution_and_one_program():
     engine = tk.of(ours).programs["train"].engine
     assert engine.executions == 2 * 2 * 12 // 4
     assert engine.runner.executions == engine.executions
-    # Where nobody listens between executions, short ones run together.
+    # If no callback listens between executions, short ones run together.
     ours.fit(x, y, batch_size=8, epochs=2, verbose=0)
     assert engine.executions == 2 * 2 * 12 // 4 + 2
 

@@ -202,7 +202,7 @@ def test_wrong_counts(made):
         ("", ("loop", "", "")),
     ],
 )
-def test_places(op_name, place):
+def test_phase_and_scope_of_an_op_name(op_name, place):
     assert tuple(place_of(op_name)[:3]) == place
 
 

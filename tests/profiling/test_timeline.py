@@ -91,7 +91,7 @@ def test_executions_follow_each_other_and_cover_all_steps(traced):
     assert len(dispatches) == len(executions)
 
 
-def test_counters(traced):
+def test_counters_are_in_the_timeline(traced):
     timeline, history, _ = traced
     losses = [value for _, value in timeline.values["loss"]]
     np.testing.assert_allclose(losses, history.loss[4::5], rtol=1e-6)
@@ -254,7 +254,7 @@ def test_wrong_arguments():
 
 
 def test_a_counter_is_a_number(tmp_path):
-    tr.counter("nobody listens", "x")
+    tr.counter("no trace is open", "x")
     with (
         pytest.raises(tr.TailraceError, match=r"A counter has a number.*'rate', 'x'"),
         tr.trace(tmp_path),

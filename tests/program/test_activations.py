@@ -128,9 +128,9 @@ def test_the_same_training(as_if_moved, name):
     plain = trained(*MODELS[name], accumulation=2, offloaded=False)
     assert_close(held.history.loss, plain.history.loss)
     assert_close(held.state, plain.state)
-    (told,) = held.engine.memory.held_activations.said
-    assert "wait in the host's memory" in told
-    assert ("what loops carry" in told) == (name == "scanned")
+    (messages,) = held.engine.memory.held_activations.said
+    assert "wait in the host's memory" in messages
+    assert ("what loops carry" in messages) == (name == "scanned")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_with_the_optimizers_state_on_the_host_and_in_shares(as_if_moved, monkey
     monkeypatch.setattr(optimizer_state, "LEAST", 2)
     both = {"accumulation": 2, "replicas": 2}
     held = trained(*MODELS["deep"], **dict.fromkeys(others, True), **both)
-    told = " ".join(held.decisions)
-    assert ("are in the host's memory" in told) == (STATE in others)
-    assert ("shared out over 2 replicas" in told) == (SHARES in others)
+    messages = " ".join(held.decisions)
+    assert ("are in the host's memory" in messages) == (STATE in others)
+    assert ("shared out over 2 replicas" in messages) == (SHARES in others)
     assert_close(held.state, trained(*MODELS["deep"], offloaded=False, **both).state)
 
 
@@ -327,8 +327,8 @@ def test_a_loss_that_does_not_depend_on_some_parameters(as_if_moved):
 def test_on_a_cpu_they_stay(caplog):
     with caplog.at_level("WARNING", "tailrace"):
         trainer = trained(*MODELS["deep"])
-    told = "Activations stay on the device: the device is a CPU"
-    assert trainer.decisions[0].startswith(told)
+    messages = "Activations stay on the device: the device is a CPU"
+    assert trainer.decisions[0].startswith(messages)
     assert_bits_equal(trainer.params, trained(*MODELS["deep"], offloaded=False).params)
 
 
@@ -342,13 +342,13 @@ class Device:
 
 
 def test_what_is_sent_goes_to_the_hosts_memory():
-    held, told = activation_offload.activations_on_host(Device())
-    assert told == ()  # known once the forward pass is
+    held, messages = activation_offload.activations_on_host(Device())
+    assert messages == ()  # known once the forward pass is
     policy = str(jax.make_jaxpr(lambda x: held.moves.to_host(x))(jnp.ones(3)))
     assert "host" in policy.lower()
-    held, told = activation_offload.activations_on_host(Device(), pipelined=True)
+    held, messages = activation_offload.activations_on_host(Device(), pipelined=True)
     assert held is not None
-    assert told == ("Activations: what forwards keep for backwards is in the host's memory.",)
+    assert messages == ("Activations: what forwards keep for backwards is in the host's memory.",)
 
 
 @pytest.mark.parametrize("name", ["deep", "scanned"])

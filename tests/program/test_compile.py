@@ -19,7 +19,7 @@ ELEMENTS = regression(24)
 
 @pytest.fixture
 def small_budget(monkeypatch):
-    """A loop may stage so many bytes of elements at once."""
+    """Limit the bytes of elements that a loop stages at once."""
 
     def set_bytes(most):
         monkeypatch.setattr(dispatch_table, "most_bytes", lambda: most)

@@ -219,10 +219,10 @@ def test_observed_leaves_stay_on_the_device(as_if_moved):
 def test_on_a_cpu_offload_is_a_recorded_no_op(caplog):
     with caplog.at_level("WARNING", "tailrace"):
         trainer = trained(OPTIMIZERS["adamw"], 2, offload_optimizer_state=True)
-    told = "Optimizer state stays on the device: the device is a CPU"
-    assert trainer.decisions[0].startswith(told)
-    assert told in caplog.text
-    assert told in str(trainer.explain(regression(1)[0]))
+    message = "Optimizer state stays on the device: the device is a CPU"
+    assert trainer.decisions[0].startswith(message)
+    assert message in caplog.text
+    assert message in str(trainer.explain(regression(1)[0]))
     assert_close(trainer.params, expected(OPTIMIZERS["adamw"], 2)[0])
 
 

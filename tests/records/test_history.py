@@ -37,7 +37,7 @@ def test_one_microbatch_on_one_replica_is_not_touched():
     assert_bits_equal(history.loss, values[:, 0, 0])
 
 
-def test_weights():
+def test_weights_of_microbatches_make_a_weighted_mean():
     history = History(microbatches=2)
     for _ in range(2):
         history.add({"loss": np.float32([[[1.0], [4.0]]])}, np.array([[[3.0], [1.0]]]))

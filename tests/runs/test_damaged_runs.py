@@ -96,3 +96,29 @@ def test_a_damaged_plan(finished):
     (finished / "run.json").write_text(json.dumps({**info, "plan": "{}"}))
     with pytest.raises(tr.TailraceError):
         _ = tr.open_run(finished).plan
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("zarr.json", '"history": 20', '"history": 16'),
+        ("history/zarr.json", '"loss"', '"lost"'),
+        ("records/0/zarr.json", "grad/", "grab/"),
+    ],
+)
+def test_counts_and_names_have_checksums(finished, file, old, new):
+    """Sixteen rows are a number as good as twenty, and any text is a name."""
+    text = (finished / file).read_text()
+    assert old in text
+    (finished / file).write_text(text.replace(old, new))
+    with pytest.raises(tr.errors.RunError, match=r"is damaged: .* is not what was written"):
+        read_everything(finished)
+
+
+@pytest.mark.parametrize("column", ["executions/epoch", "executions/element_count"])
+def test_an_optional_column_without_its_description(finished, column):
+    (finished / column / "zarr.json").unlink()
+    with pytest.raises(
+        tr.errors.RunError, match=f"description of {column.split('/')[1]} is missing"
+    ):
+        read_everything(finished)

@@ -89,6 +89,26 @@ def narrow(w, x):
         return (h * h).astype(jnp.float32).sum()
 
 
+def test_complex_values_are_more_than_their_magnitude():
+    """1 and -1j are as long as each other; what is shown is the values."""
+    x = np.array([1, 1j, 2], np.complex64)
+
+    def turned(by):
+        def function(x):
+            with jax.named_scope("turn"):
+                return x * jnp.complex64(by)
+
+        return function
+
+    plain, rotated = turned(1), turned(-1j)
+    found = tr.diff(plain, rotated, (x,))
+    assert found.tensor.startswith("activation/turn")
+    assert found.values == (2, -2j)
+    assert found.largest == pytest.approx(2 * 2**0.5)
+    assert "2+0j and 0-2j" in str(found) or "2+0j and -0-2j" in str(found)
+    assert not tr.diff(plain, plain, (x,))
+
+
 def test_functions():
     batch = (jnp.eye(3), jnp.linspace(0, 1, 6).reshape(2, 3))
     assert not tr.diff(model, model, batch)

@@ -77,7 +77,7 @@ def test_shares_in_words():
     counts[127 - 40], counts[127 + 15], counts[127 + 20], counts[127 - 15] = 1, 1, 1, 1
     half, wide, *_ = format_sentences(counts)
     assert half == (
-        "float16: 25.00 % would become zero, 25.00 % lose digits, 25.00 % lie beyond its largest "
+        "float16: 25.00 % would become zero, 25.00 % lose digits, 25.00 % exceed its largest "
         "value (50.00 % at most)."
     )
     assert wide.startswith("bfloat16: 0.00 % would become zero, 0.00 %")

@@ -110,7 +110,7 @@ def test_after_a_fit_no_example_is_needed():
     assert trainer.step == 2
 
 
-def test_json(catalogue):
+def test_a_catalogue_as_json(catalogue):
     rows = json.loads(catalogue.to_json())
     assert [row["name"] for row in rows] == catalogue.names
     row = next(row for row in rows if row["name"] == "grad/out/kernel")
@@ -124,7 +124,7 @@ def test_json(catalogue):
     }
 
 
-def test_table(catalogue):
+def test_a_catalogue_as_a_table(catalogue):
     lines = str(catalogue).splitlines()
     assert lines[0].split() == ["name", "shape", "dtype", "source"]
     assert len(lines) == len(catalogue) + 1
@@ -170,7 +170,7 @@ def test_it_is_a_sequence_with_names(catalogue):
         (lambda e: e.source.endswith(".py:0") or e.name == "loss", ["loss"]),
     ],
 )
-def test_selections(catalogue, select, names):
+def test_what_a_selection_matches(catalogue, select, names):
     assert sorted(catalogue.select(select).names) == sorted(names)
     assert sorted(catalogue.filter(select).names) == sorted(names)
 

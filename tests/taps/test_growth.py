@@ -20,7 +20,7 @@ def loss_fn(params, x):
 
 
 def own_calls(layers, select):
-    """How many calls of Tailrace's functions a first step of so many layers takes."""
+    """The number of calls of Tailrace's functions in the first step of a model of that many layers."""
     params = [np.eye(3, dtype=np.float32)] * layers
     trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params, observe=[tr.Tap(select)])
     profile = cProfile.Profile()

@@ -137,7 +137,7 @@ def test_nnx_state_is_a_tree_of_parameters_itself():
     assert names == ["grad/bias", "grad/kernel"]
 
 
-def test_equinox():
+def test_gradients_of_an_equinox_module_are_named():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 2, width_size=5, depth=1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_steps import exponents, statistics
 
+from tailrace.taps import gpu_kernels
 from tailrace.taps.reductions import (
     StatsKey,
     all_finite,
@@ -199,12 +200,19 @@ def test_the_quick_way_and_the_careful_way_agree(values):
     assert_statistics(careful, values)
 
 
+@pytest.fixture(params=["XLA's reductions", "kernels"])
+def accelerator(monkeypatch, request):
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.compiles", lambda: False)
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", request.param == "kernels")
+
+
+@pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize(
     "sizes", [[1, 4097], [1 << 18], [(1 << 18) - 1, 3, (1 << 20) + 5, 1 << 21]]
 )
-def test_accelerators_join_rows(monkeypatch, sizes):
+def test_accelerators_join_rows(sizes):
     """Tensors with kernels of their own, ends of tensors, small ones: what is packed is joined."""
-    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
     rng = np.random.default_rng(len(sizes))
     values = [rng.normal(rng.normal() * 100, 2.0, size).astype(np.float32) for size in sizes]
     values[-1][::1000] = np.nan
@@ -216,6 +224,32 @@ def test_accelerators_join_rows(monkeypatch, sizes):
     assert len(partial) == sum(-(-size // (1 << 20)) for size in sizes)
     for number, size, rows in key.parts():
         assert_statistics(merge_statistics(partial[rows], size), values[number])
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_accelerators_reduce_large_tensors_of_every_width(dtype):
+    rng = np.random.default_rng(0)
+    values = rng.normal(3, 2, (2, 3, (1 << 18) + 4095)).astype(dtype)
+    values[0, :, -1] = np.nan
+    values[:, 1, 4096] = np.inf
+    wide = values.astype(np.float32)
+    partial = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda v: pack_statistics([v]))))(values))
+    for place in np.ndindex(2, 3):
+        assert_statistics(merge_statistics(partial[place], wide[place].size), wide[place])
+    finite = jax.jit(jax.vmap(jax.vmap(lambda v: all_finite([v, v[:7]]))))(values)
+    np.testing.assert_array_equal(finite, np.isfinite(wide).all(axis=-1))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_kernels_are_tried_before_they_are_used(monkeypatch, works):
+    """Also while a program is traced. Without a GPU they fail, as those of another JAX might."""
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", works)
+    gpu_kernels.compiles.cache_clear()
+    found = []
+    jax.jit(lambda x: found.append(gpu_kernels.compiles()) or x)(1.0)
+    gpu_kernels.compiles.cache_clear()
+    assert found == [works]
 
 
 # -- histograms and norms -----------------------------------------------------------------------
@@ -244,7 +278,7 @@ def test_special_values_have_bins_of_their_own():
 
 @settings(max_examples=20, deadline=None)
 @given(tensors())
-def test_norms(values):
+def test_norms_equal_those_of_float64(values):
     wide = values.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = np.sqrt((wide**2).sum())

@@ -18,7 +18,7 @@ from oracles import (
     plain_training,
     regression,
 )
-from tailrace.errors import OptionError, ProgramError
+from tailrace.errors import DataError, OptionError, ProgramError, RunError
 
 ELEMENTS = regression(12)
 HELD_OUT = regression(5, seed=3)
@@ -226,14 +226,54 @@ def test_early_stopping_counts_validations_by_steps():
 
 
 def test_what_early_stopping_watches():
-    with pytest.raises(
-        OptionError, match=r"no value 'val_loss' to watch. Logged are: 'loss', 'mae'"
-    ):
-        trainer_of().fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping()])
+    """Refused before it trains if the fit does not validate, else as soon as the values are known."""
+    trainer = trainer_of()
+    text = r"no value 'val_loss' to watch: .* Received: EarlyStopping\(monitor='val_loss'\) without"
+    with pytest.raises(OptionError, match=text):
+        trainer.fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping()])
+    assert trainer.executions == 0
+    with pytest.raises(OptionError, match=r"no value 'maee' to watch. Logged are: 'loss', 'mae'"):
+        trainer.fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping("maee")])
+    assert trainer.step < len(ELEMENTS)
+    stopping = tr.callbacks.EarlyStopping("val_maee")
+    with pytest.raises(OptionError, match=r"no value 'val_maee' to watch. Logged are: 'val_loss'"):
+        trainer.fit(ELEMENTS, validation_data=HELD_OUT, callbacks=[stopping])
     with pytest.raises(OptionError, match="mode is 'auto', 'min' or 'max'"):
         tr.callbacks.EarlyStopping(mode="best")
     with pytest.raises(OptionError, match="patience must be a whole number >= 0"):
         tr.callbacks.EarlyStopping(patience=-1)
+
+
+def test_an_epoch_may_be_shorter_than_the_time_between_validations():
+    stopping = tr.callbacks.EarlyStopping("val_loss", patience=9)
+    history = trainer_of().fit(
+        ELEMENTS, epochs=2, validation_data=HELD_OUT, validation_every=20, callbacks=[stopping]
+    )
+    assert (stopping.best, stopping.best_step) == (history["val_loss"][0], 20)
+
+
+def test_a_logger_whose_file_cannot_be(tmp_path):
+    """At once if that is known, else with the first row."""
+    (tmp_path / "file").write_text("")
+    for logger in (tr.callbacks.CSVLogger, tr.callbacks.TensorBoard):
+        with pytest.raises(OptionError, match=r"writes into a directory, and '.*file' is a file"):
+            logger(tmp_path / "file" / "inside")
+    with pytest.raises(OptionError, match="CSVLogger writes a file, and path=.* is a directory"):
+        tr.callbacks.CSVLogger(tmp_path)
+    late = tr.callbacks.CSVLogger(tmp_path / "later" / "rows.csv")
+    (tmp_path / "later").write_text("")
+    with pytest.raises(RunError, match=r"CSVLogger cannot write '.*rows.csv': (File|Not)"):
+        trainer_of().fit(ELEMENTS, callbacks=[late])
+
+
+def test_a_queue_is_not_a_dataset():
+    queue = tr.InfeedQueue(ELEMENTS)
+    trainer = trainer_of()
+    for call in (trainer.fit, trainer.evaluate, lambda data: trainer.predict(data, mlp_apply)):
+        with pytest.raises(
+            DataError, match=r"Give the dataset itself, which the queue has as \.data"
+        ):
+            call(queue)
 
 
 def test_metrics_have_the_form_that_others_log():

@@ -83,7 +83,11 @@ def test_a_note_that_was_changed_is_damaged(tmp_path, change):
     change(said["custom_metadata"]["note"])
     file.write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match="is damaged: its parts do not agree"):
-        trainer_of().fit(data(), steps=4, checkpoint=tmp_path)
+        trainer_of().restore(tmp_path)
+    found, expected = trainer_of(), trainer_of()
+    found.fit(data(), steps=4, checkpoint=tmp_path)  # from the one before it
+    expected.fit(data(), steps=4)
+    assert_bits_equal(found.state, expected.state)
 
 
 def test_leaves_of_the_same_name(tmp_path):
@@ -189,3 +193,31 @@ def test_the_end_with_an_earlier_state_is_the_end(tmp_path):
         assert trainer.replay(step, data(), checkpoint=tmp_path).proved is True
     with pytest.raises(CheckpointError, match="the last fit in .* ended with step"):
         trainer.replay(len(trainer.history.loss), data(), checkpoint=tmp_path)
+
+
+def test_a_leaf_that_the_loop_of_a_pipeline_does_not_carry(tmp_path):
+    """A stage reads it and returns it as it is, or does not even read it; a restore sets it."""
+
+    def first(w, state, x, y):
+        return (x * w * state["scale"], y), state
+
+    def second(w, state, h, y):
+        return ((h.sum(axis=1) * w - y) ** 2).mean(), state
+
+    def make(factor):
+        state = [{"scale": np.float32(factor), "idle": np.full(3, factor, np.float32)}, {}]
+        pipeline = tr.Pipeline([first, second], accumulation=4)
+        trainer = tr.Trainer(
+            pipeline, optax.sgd(0.1), [np.ones(3, np.float32), np.float32(1)], model_state=state
+        )
+        trainer.fit(data(), steps=1)
+        return trainer
+
+    one, other = make(0.5), make(0.25)
+    one.save(tmp_path / "saved")
+    other.restore(tmp_path / "saved")
+    assert_bits_equal(other.state, one.state)
+    for trainer in (one, other):
+        trainer.fit(data(), steps=2)
+    assert_bits_equal(other.state, one.state)
+    assert_bits_equal(other.history.loss, one.history.loss)

@@ -1,6 +1,7 @@
 """Bad numbers: steps that are skipped, up to a limit, and bundles of the step that stopped."""
 
 import json
+import random
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import CheckpointError, NonFiniteError, OptionError
+from tailrace.trainer.observation.bundles import read_bundle
 
 BAD = (3, 9)
 
@@ -119,9 +121,39 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     assert other.step == 0
     with pytest.raises(CheckpointError, match="is no bundle, or is damaged"):
         other.replay_bundle(tmp_path, regression(1)[0])
+    with pytest.raises(CheckpointError, match=r"has 2 arrays. Received: an example with 1"):
+        other.replay_bundle(tmp_path / "bundle", regression(1)[0][0])
     wrong = trainer_of(accumulation=7)
     with pytest.raises(CheckpointError, match="this trainer takes 7"):
         wrong.replay_bundle(tmp_path / "bundle", regression(1)[0])
+
+
+def test_a_damaged_bundle(tmp_path):
+    """Each bit that is flipped in either file, and each file that is cut or gone, is found."""
+    pytest.importorskip("safetensors")
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    trainer = trainer_of(observe=[guard], on_nonfinite=None)
+    with pytest.raises(NonFiniteError):
+        trainer.fit(elements(), steps=8)
+    expected = read_bundle(tmp_path / "bundle")
+    chance, whole = random.Random(0), 0
+    for file in (tmp_path / "bundle").iterdir():
+        content = file.read_bytes()
+        flips = [chance.randrange(8 * len(content)) for _ in range(40)]
+        for at in (*flips, None):
+            changed = bytearray(content[: len(content) // 2] if at is None else content)
+            if at is not None:
+                changed[at // 8] ^= 1 << at % 8
+            file.write_bytes(changed)
+            try:
+                found = read_bundle(tmp_path / "bundle")
+            except CheckpointError:
+                continue
+            whole += 1  # spaces between the values of JSON, say
+            assert_bits_equal(found[0], expected[0])
+            assert found[1] == expected[1]
+        file.write_bytes(content)
+    assert whole < 20
 
 
 def test_bfloat16_survives_a_bundle(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataError, DataExhausted, OptionError
-from tailrace.trainer.lookback.replay import nearest, read_fit
+from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
@@ -167,7 +167,7 @@ def test_the_program_that_ran_runs_again(tmp_path, steps):
     )
     trainer = make()
     trainer.fit(rows, epochs=1, checkpoint=tmp_path)
-    rerun = Rerun(trainer.engine, (), rows, *read_fit(nearest(tmp_path, 0)[0]))
+    rerun = Rerun(trainer.engine, (), rows, *nearest(tmp_path, 0).fit())
     with rerun.closing():
         losses = [rerun.look().scalars["loss"] for _ in range(14)]
     assert_bits_equal(np.concatenate(losses), trainer.history.each("loss"))
@@ -208,6 +208,10 @@ def test_what_cannot_be_replayed(plain, tmp_path):
     with pytest.raises(CheckpointError, match="nothing' does not exist. Give the directory"):
         trainer.replay(3, data(), checkpoint=tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="' contains none. Give the directory"):
+        trainer.replay(3, data(), checkpoint=tmp_path)
+    (tmp_path / "run.json").write_text('{"format": 1, "checkpoint": "there"}')
+    text = "is a run directory: records, not .* This run's checkpoints are in 'there'. Give"
+    with pytest.raises(CheckpointError, match=text):
         trainer.replay(3, data(), checkpoint=tmp_path)
     for call in (trainer.replay, trainer.explain_step):
         with pytest.raises(CheckpointError, match=r"ended with step 11\. Received: step=12"):

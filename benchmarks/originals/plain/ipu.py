@@ -6,6 +6,8 @@ Replicas are accumulated batches: each takes a batch of its own, and an update h
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import types
 from typing import Any
 
@@ -135,20 +137,22 @@ def install() -> None:
     """Let TensorFlow and Keras 3 take what programs of older versions say."""
     _tf.keras = _keras
     _keras.ipu = keras
-    _without(_tf, "function", "experimental_compile")
-    _without(_keras.layers.Embedding, "__init__", "input_length")
+    without(_tf, "function", "experimental_compile")
+    without(_keras.layers.Embedding, "__init__", "input_length")
     _whole_shapes()
     _methods(_keras.Model)
 
 
-def _without(owner: Any, name: str, dropped: str) -> None:
+def without(owner: Any, name: str, dropped: str) -> None:
     """Drop an argument that is gone."""
     plain = getattr(owner, name)
 
+    @functools.wraps(plain)
     def called(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop(dropped, None)
         return plain(*args, **kwargs)
 
+    called.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # Keras reads it
     setattr(owner, name, called)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.originals.plain.anything import Anything
-from benchmarks.originals.reports import report
+from benchmarks.originals.reports import loss_of, report
 
 
 class OutputMode:
@@ -74,6 +74,7 @@ class DataLoader(torch.utils.data.DataLoader):
             shuffle=kwargs.get("shuffle"),
             drop_last=kwargs.get("drop_last", True),
             num_workers=workers,
+            collate_fn=kwargs.get("collate_fn"),
             persistent_workers=workers > 0,  # as in the original; the order depends on it
         )
 
@@ -106,6 +107,20 @@ class _Training(_Model):
     def __init__(self, model: Any, options: Options | None, optimizer: Any) -> None:
         super().__init__(model, options)
         self.optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        self.scaling = getattr(self.optimizer, "loss_scaling", 1.0)
+
+    def _update(self) -> None:
+        """A step of the optimizer: in float32, as the original's, also of weights in half precision."""
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        changed = [(p, p.dtype) for p in given if p.grad is not None]
+        for parameter, _ in changed:
+            grad = parameter.grad.float() / self.scaling
+            parameter.data = parameter.data.float()
+            parameter.grad = grad
+        self.optimizer.step()
+        for parameter, dtype in changed:
+            grad, parameter.data = parameter.grad, parameter.data.to(dtype)
+            parameter.grad = grad.to(dtype)
 
     def __call__(self, *args: Any) -> Any:
         self.model.train()
@@ -114,14 +129,15 @@ class _Training(_Model):
         for start, part in enumerate(self._parts(args, self.options.pieces)):
             if start % each == 0:
                 self.optimizer.zero_grad()
+            _marked.clear()
             out = self.model(*part)
-            (_loss(out) / each).backward()
+            (_loss(out) * self.scaling / each).backward()
             results.append(_detached(out))
             if start % each == each - 1:
-                self.optimizer.step()
+                self._update()
         kept = results if self.options.mode == OutputMode.All else results[-self.options.replicas :]
         whole = _joined(kept)
-        report("loss", _loss(whole))
+        report("loss", loss_of(whole))
         return whole
 
 
@@ -152,7 +168,14 @@ def AsynchronousDataAccessor(loader: Any, *_: Any, **__: Any) -> Any:
 
 def identity_loss(loss: Any, reduction: str) -> Any:
     """The loss itself, reduced."""
-    return {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}[reduction]()
+    reduced = {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}[reduction]()
+    _marked[:] = [reduced]
+    return reduced
+
+
+def recomputationCheckpoint(*tensors: Any) -> Any:
+    """The tensors."""
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def ipu_print_tensor(tensor: Any, *_: Any) -> Any:
@@ -160,9 +183,9 @@ def ipu_print_tensor(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
-def BeginBlock(layer: Any, *_: Any, **__: Any) -> Any:
+def BeginBlock(layer_to_call: Any, *_: Any, **__: Any) -> Any:
     """The layer."""
-    return layer
+    return layer_to_call
 
 
 def Block(*_: Any, **__: Any) -> Any:
@@ -172,14 +195,16 @@ def Block(*_: Any, **__: Any) -> Any:
 
 MultiConv = Block
 DataLoaderMode = Stage = PipelinedExecution = ShardedExecution = Anything()
-TensorLocationSettings = setLogLevel = Anything()
+TensorLocationSettings = setLogLevel = AutoStage = ConnectionType = Anything()
 
 
 def _optimizer(kind: Any) -> Any:
     known = inspect.signature(kind).parameters
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        return kind(*args, **{key: value for key, value in kwargs.items() if key in known})
+        found = kind(*args, **{key: value for key, value in kwargs.items() if key in known})
+        found.loss_scaling = kwargs.get("loss_scaling", 1.0)
+        return found
 
     return made
 
@@ -189,7 +214,13 @@ optim = types.SimpleNamespace(
 )
 
 
+_marked: list[Any] = []
+"""The loss of the last forward pass, if it was named by `identity_loss`."""
+
+
 def _loss(out: Any) -> Any:
+    if _marked:
+        return _marked[0].mean()
     return (out[-1] if isinstance(out, tuple | list) else out).mean()
 
 

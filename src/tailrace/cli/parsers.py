@@ -1,4 +1,4 @@
-"""What the parsers of all commands share."""
+"""Parts that the parsers of all commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line names of the user's own code: MODULE:ATTRIBUTE."""
+"""The user's objects that a command line names: MODULE:ATTRIBUTE."""
 
 import importlib
 import os

@@ -1,10 +1,39 @@
-"""`popart`, the layer below PopTorch: programs import it; what they ask of it is refused by name."""
+"""`popart`: the numbers by which PopTorch programs set its options. The rest is refused by name.
+
+PopART built graphs of operators for the chip, and ran operators that were compiled for it. The options
+that `options._Popart.set` takes are noted and have no effect.
+"""
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from tailrace.compat.originals.missing import RefusedName
+
+
+class SubgraphCopyingStrategy(enum.IntEnum):
+    """When inputs of a part of the program were copied."""
+
+    OnEnterAndExit, JustInTime = range(2)
+
+
+class AccumulateOuterFragmentSchedule(enum.IntEnum):
+    """In which order weights were updated."""
+
+    Scheduler, Serial, OverlapCycleOptimized, OverlapMemoryOptimized = range(4)
+
+
+class RecomputationType(enum.IntEnum):
+    """Which values were computed again for gradients."""
+
+    NoRecompute, Standard, NormOnly, Pipeline, RecomputeAll = range(5)
+
+
+class VirtualGraphMode(enum.IntEnum):
+    """How operators were placed on chips."""
+
+    Off, Manual, Auto, ExecutionPhases = range(4)
 
 
 def __getattr__(name: str) -> Any:

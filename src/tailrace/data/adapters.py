@@ -160,7 +160,8 @@ def _refuse(obj: Any) -> NoReturn:
     shown = repr(obj)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     what = "None" if obj is None else f"a {type(obj).__name__}: {shown}"
-    raise DataError(f"This is not a dataset. Received: {what}. {ACCEPTED}")
+    instead = getattr(type(obj), "instead_of_a_dataset", ACCEPTED)
+    raise DataError(f"This is not a dataset. Received: {what}. {instead}")
 
 
 def _refuse_arrays(obj: Any) -> None:
@@ -186,9 +187,7 @@ def _is_array(obj: Any) -> bool:
 
 def _are_unlike_arrays(members: list[Any]) -> bool:
     # [images, labels]: not a stream, since all elements of a stream have the same shape.
-    kinds = {
-        (tuple(a.shape), str(a.dtype)) for a in members if _is_array(a) and hasattr(a, "shape")
-    }
+    kinds = {(tuple(a.shape), a.dtype) for a in members if _is_array(a) and hasattr(a, "shape")}
     return len(kinds) > 1 and all(_is_array(member) for member in members)
 
 

@@ -51,22 +51,22 @@ def check_seed(seed: Any) -> int:
     return check_count("seed", seed, error=OptionError)
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """True or False, Python's or numpy's, or as 1 and 0; raises a DataError for anything else.
+def check_flag(name: str, value: Any, *, error: type[TailraceError] = DataError) -> bool:
+    """True or False, Python's or numpy's, or as 1 and 0; or an error that names it.
 
     >>> check_flag("shuffle", np.bool_(False))
     False
     """
     if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
         return bool(value)
-    raise DataError(f"{name} is True or False. Received: {name}={value!r:.80}.")
+    raise error(f"{name} is True or False. Received: {name}={value!r:.80}.")
 
 
 def check_number(
     name: str,
     value: Any,
     *,
-    at_least: float = 0.0,
+    at_least: float | None = 0.0,
     positive: bool = False,
     error: type[TailraceError] = DataError,
 ) -> float:
@@ -75,7 +75,7 @@ def check_number(
     Args:
         name: the name of the argument.
         value: its value.
-        at_least: the smallest allowed value.
+        at_least: the smallest allowed value; None for no limit.
         positive: whether the value must be larger than that.
         error: the error class to raise.
 
@@ -83,15 +83,13 @@ def check_number(
     2.0
     """
     number = isinstance(value, (int, float, np.integer, np.floating))
-    if (
-        number
-        and not isinstance(value, bool)
-        and (value > at_least if positive else value >= at_least)
-    ):
+    least = float("-inf") if at_least is None else at_least
+    if number and not isinstance(value, bool) and (value > least if positive else value >= least):
         try:
             if np.isfinite(float(value)):
                 return float(value)
         except OverflowError:
             pass
-    limit = f"greater than {at_least:g}" if positive else f"of at least {at_least:g}"
-    raise error(f"{name} is a number {limit}. Received: {name}={value!r}.")
+    limit = f" greater than {least:g}" if positive else f" of at least {least:g}"
+    limit = " that is finite" if at_least is None else limit
+    raise error(f"{name} is a number{limit}. Received: {name}={value!r:.80}.")

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,6 +73,15 @@ def _round(size: int) -> str:
     ('6GiB', '1GiB')
     """
     return f"{(size >> 30) + 1}GiB"
+
+
+def json_checksum(value: Any) -> int:
+    """A checksum of a value of JSON, whatever the order of its keys.
+
+    >>> json_checksum({"a": 1, "b": 2}) == json_checksum({"b": 2, "a": 1})
+    True
+    """
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def open_regular(path: str | os.PathLike[str], error: type[TailraceError]) -> BinaryIO:

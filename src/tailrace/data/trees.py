@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Tree = Any
-"""A tree of arrays, as JAX has them: which containers, and how deep, is up to its author."""
+"""A tree of arrays, as in JAX: any containers, nested to any depth."""
+
+TreeDef = Any
+"""The structure of a tree: a `jax.tree_util.PyTreeDef`, which type checkers see as a variable."""
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:

@@ -17,11 +17,14 @@ from tailrace.messages import counted, there_are
 REPLICA, STAGE = "replica", "stage"
 """The names of the mesh's axes."""
 
-_chosen: list[Any] | None = None
-_default: Any = None  # the default device that we gave JAX
+Device = Any
+"""A `jax.Device`; to a type checker that name is a variable, not a class."""
+
+_chosen: list[Device] | None = None
+_default: Device = None  # the default device that we gave JAX
 
 
-def configure(devices: int | None = None, platform: str | None = None) -> list[Any]:
+def configure(devices: int | None = None, platform: str | None = None) -> list[Device]:
     """Choose the devices of this process; call it before anything else uses JAX.
 
     Virtual CPU devices are created only if there is no accelerator, or with `platform="cpu"`. Without
@@ -95,18 +98,18 @@ def offer_cpu_devices(count: int) -> None:
         _ask_for_cpu_devices(count)
 
 
-def use(devices: list[Any] | None) -> None:
+def use(devices: list[Device] | None) -> None:
     """Use these devices, in this order, from now on; None for all (for front ends)."""
     global _chosen
     _chosen = None if devices is None else list(devices)
 
 
-def chosen() -> list[Any] | None:
+def chosen() -> list[Device] | None:
     """The chosen devices, or None if none were chosen."""
     return None if _chosen is None else list(_chosen)
 
 
-def available() -> list[Any]:
+def available() -> list[Device]:
     """The chosen devices, or all."""
     if _chosen is not None:
         return list(_chosen)
@@ -147,7 +150,7 @@ def local_replicas(mesh: Mesh) -> int:
     return sum(any(device.process_index == here for device in row) for row in rows)
 
 
-def _evenly(found: list[Any], needed: int) -> list[Any]:
+def _evenly(found: list[Device], needed: int) -> list[Device]:
     """The first `needed` devices; with several processes, the same number from each."""
     each = _by_process(found)
     if len(each) == 1:
@@ -163,7 +166,7 @@ def _evenly(found: list[Any], needed: int) -> list[Any]:
     return [device for own in each for device in own[:count]]
 
 
-def _by_process(found: list[Any]) -> list[list[Any]]:
+def _by_process(found: list[Device]) -> list[list[Device]]:
     """Devices grouped by process, in the order of processes."""
     numbers = sorted({device.process_index for device in found})
     return [[device for device in found if device.process_index == n] for n in numbers]
@@ -206,7 +209,7 @@ def _ask_for_cpu_devices(devices: int | None) -> bool:
     return True
 
 
-def _devices_of(platform: str | None) -> list[Any]:
+def _devices_of(platform: str | None) -> list[Device]:
     try:
         return list(jax.devices(platform) if platform else jax.devices())
     except RuntimeError as error:
@@ -215,7 +218,7 @@ def _devices_of(platform: str | None) -> list[Any]:
         ) from error
 
 
-def _too_few(devices: int, found: list[Any], started: bool) -> str:
+def _too_few(devices: int, found: list[Device], started: bool) -> str:
     kind = found[0].platform if found else "cpu"
     if kind != "cpu":
         return (

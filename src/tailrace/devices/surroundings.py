@@ -1,4 +1,4 @@
-"""What a program's bits depend on besides the program: versions, flags, the kind of device."""
+"""The environment that determines a program's bits: versions, flags, the kind of device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONFIGURED = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
 def surroundings() -> dict[str, str]:
-    """What must be the same for the same bits, ready for JSON.
+    """The values that must be equal for equal bits, ready for JSON.
 
     >>> sorted(surroundings())  # doctest: +NORMALIZE_WHITESPACE
     ['XLA_FLAGS', 'device', 'driver', 'jax', 'jax_default_matmul_precision', 'jax_enable_x64',
@@ -39,7 +39,7 @@ def surroundings() -> dict[str, str]:
 
 
 def changed_since(then: Mapping[str, Any] | None) -> list[str]:
-    """What has changed since, in words.
+    """The differences since then, in words.
 
     >>> changed_since(surroundings()), changed_since(None)
     ([], [])

@@ -10,7 +10,7 @@ Out: blocks of elements on the device (`feed.Staged`), and sent values in the or
     reader           elements in order, in blocks of any size, with put-back
     blocks           what a block's rows are; buffers reuses their memory, transfer moves them
     device_dataset   blocks of datasets that are kept on the device: indices
-    dispatch_table   how much a dispatch takes: every tuned number, with its measurement
+    dispatch_table   the size of a dispatch: every tuned constant, with its measurement
     outfeed          values a program sent, on the host; sent_block has those of one execution
     waiting          waiting with a time limit; background is the only kind of thread
     benchmark        the speed of a dataset, and whether it is the bottleneck

@@ -1,4 +1,4 @@
-"""What the rows of a block are: elements in host memory, or indices of elements on the device.
+"""The two kinds of rows of a block: elements in host memory, or indices of elements on the device.
 
 A `Reader` knows the order of elements and which of them were put back; it asks an object of this file
 for everything that depends on what a row is.
@@ -18,6 +18,7 @@ import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batch_recipe import BatchRecipe
+from tailrace.devices.devices import Device
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
@@ -44,7 +45,9 @@ class Blocks(abc.ABC):
         """Several blocks as one."""
 
     @abc.abstractmethod
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding | Device, room: int
+    ) -> tuple[Any, ...]:
         """The elements of a block in arrays with `room` rows; the other rows are unspecified."""
 
     @abc.abstractmethod
@@ -83,7 +86,9 @@ class HostBlocks(Blocks):
             np.concatenate([block[number] for block in blocks], out=target)
         return joined
 
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding | Device, room: int
+    ) -> tuple[Any, ...]:
         """Copies; on a CPU they alias the block, which must not be written again."""
         if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
             # Each process has the elements of its local replicas.

@@ -4,7 +4,7 @@ A block of elements is then one gather on the device, dispatched while the previ
 program is the same: it receives the same stacked arrays.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class IndexBlocks(Blocks):
         return batch_spec(batch)
 
     def new(self, count: int, spec: ElementSpec) -> Block:
-        """Rows of index 0, which is always there."""
+        """Rows of index 0, which always exists."""
         return [np.zeros((count, self._batches.batch_size), np.int32)]
 
     def read(self, source: BatchIterator, count: int, spec: ElementSpec) -> tuple[Block, int]:
@@ -87,7 +87,7 @@ class IndexBlocks(Blocks):
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
     def _copied(self, sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
-        """The arrays on the devices of a block: all of them on each, as any row may be wanted there."""
+        """The arrays on the devices of a block: replicated, as any device may need any row."""
         whole: Any = sharding
         if isinstance(sharding, jax.sharding.NamedSharding):
             whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
@@ -103,7 +103,7 @@ class IndexBlocks(Blocks):
 def _gather(sharding: jax.sharding.Sharding) -> Any:
     out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
-    def gather(arrays: tuple[Any, ...], indices: Any) -> tuple[Any, ...]:
+    def gather(arrays: tuple[Any, ...], indices: jax.Array) -> tuple[Any, ...]:
         return tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
 
     return jax.jit(gather, out_shardings=out)

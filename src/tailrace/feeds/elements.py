@@ -80,7 +80,7 @@ class ElementSpec:
             leaves, structure = jax.tree.flatten(element)
         except ValueError:  # keys that cannot be sorted
             leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
-        # Not converted to fit: a dataset whose elements differ is more often wrong than meant.
+        # Not converted to fit: a dataset whose elements differ is usually a mistake.
         if structure != self.structure:
             raise ElementError(
                 f"All elements of a dataset have the structure of the first one, {self.structure}. "
@@ -141,7 +141,7 @@ _UNKNOWN = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where Python asks a traced value for its number."""
+"""The errors of JAX for Python code that needs the value of a tracer."""
 
 
 def _called_with(
@@ -202,7 +202,7 @@ def bind_element(
         ways.insert(1 if named else 0, (tuple(element), {}))
     if isinstance(element, dict) and all(isinstance(key, str) for key in element):
         ways.insert(0, ((), dict(element)))
-    # In the order of what users mean most often; the first that the signature can be called with.
+    # Most common intention first; the first one that fits the signature is used.
     for args, kwargs in ways:
         try:
             signature.bind(*before, *args, **kwargs)

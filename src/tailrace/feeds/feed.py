@@ -19,6 +19,8 @@ from tailrace.feeds.elements import ElementSpec
 if TYPE_CHECKING:
     import jax
 
+    from tailrace.devices.devices import Device
+
 Block = list[np.ndarray]
 """Elements on the host, stacked leaf by leaf."""
 
@@ -72,7 +74,12 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def take(
-        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+        self,
+        count: int,
+        sharding: jax.sharding.Sharding | Device,
+        *,
+        then: int | None = None,
+        room: int | None = None,
     ) -> Staged:
         """The next `count` elements per replica, on the device."""
 
@@ -122,7 +129,12 @@ class HandedFeed(Feed):
         return self._spec
 
     def take(
-        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+        self,
+        count: int,
+        sharding: jax.sharding.Sharding | Device,
+        *,
+        then: int | None = None,
+        room: int | None = None,
     ) -> Staged:
         """Raise an error: the caller of the dispatch has the elements."""
         del sharding, then, room

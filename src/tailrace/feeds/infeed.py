@@ -50,7 +50,7 @@ class InfeedQueue(Feed):
             limit. A wait of more than 30 s is logged in any case.
 
     Raises:
-        OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
+        OptionError: `prefetch`, `resident` or `timeout_s` has an invalid value.
         DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
 
     >>> import tailrace as tr
@@ -58,6 +58,12 @@ class InfeedQueue(Feed):
     >>> infeed.spec().leaves[0].dtype
     dtype('float32')
     """
+
+    instead_of_a_dataset = (
+        "A queue feeds the loops of tr.compile; fit, evaluate and predict make one of their own. Give "
+        "the dataset itself, which the queue has as .dataset."
+    )
+    """What `as_dataset` says where a queue is given as a dataset."""
 
     def __init__(
         self,

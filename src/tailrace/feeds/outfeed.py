@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree, leaf_called
+from tailrace.data.trees import Tree, TreeDef, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
@@ -42,7 +42,7 @@ MOST_BYTES = 4 << 30
 """The default limit of the bytes that may wait in a queue."""
 
 FULL = ("raise", "drop_oldest")
-"""What a full queue may do."""
+"""The policies of a full queue."""
 
 
 class OutfeedQueue:
@@ -64,7 +64,7 @@ class OutfeedQueue:
         dropped: the number of executions dropped because the queue was full.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     Example:
         >>> import tailrace as tr
@@ -208,7 +208,7 @@ class OutfeedQueue:
         """Report that the program has ended, successfully or not."""
         self._runs.end()
 
-    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    def check_fits(self, structure: TreeDef, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
         """Refuse a program, before it runs, whose elements differ from the queued ones."""
         with self._changed:
             if self._structure is not None and self._structure != structure:
@@ -221,7 +221,12 @@ class OutfeedQueue:
                 raise FeedError(self._unlike(structure, list(shapes)))
 
     def deliver(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self,
+        structure: TreeDef,
+        leaves: list[Any],
+        valid: jax.Array | None,
+        loops: int,
+        replicas: int,
     ) -> None:
         """Queue the values of one execution: leaves on the device with `loops` leading loop dims.
 
@@ -229,13 +234,13 @@ class OutfeedQueue:
         """
         block = SentBlock(structure, leaves, valid, loops, replicas)
         with self._changed:
-            # A block whose elements all depend on a branch may turn out to be empty: older ones then
-            # count, and asking now would wait for the device.
+            # A block whose elements all depend on a branch may turn out to be empty: then an older
+            # one is the last. Finding out now would wait for the device.
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
             self._structure, self._shapes = structure, block.element_shapes()
             self._make_room(block.nbytes)
-            # The block before, not this one: its execution has ended or is about to, so that this
+            # The previous block, not this one: its execution has ended or is about to, so this
             # hardly waits, and at most one block stays on the device.
             if self._blocks:
                 self._blocks[-1].settle()
@@ -256,7 +261,7 @@ class OutfeedQueue:
                 f"when_full='drop_oldest'). What waits is kept."
             )
         note_once(
-            f"An outfeed is full ({self.most_bytes:,} bytes) and nobody dequeues: the oldest "
+            f"An outfeed is full ({self.most_bytes:,} bytes) and is not dequeued: the oldest "
             f"executions are dropped, as when_full='drop_oldest' says.",
             key=f"full outfeed {id(self)}",
         )
@@ -283,7 +288,7 @@ class OutfeedQueue:
             "It was dequeued before. Run the program first."
         )
 
-    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+    def _unlike(self, structure: TreeDef, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
         """A message about the leaf that differs from those of the queued elements."""
         numbered = jax.tree.unflatten(structure, range(len(shapes)))
         for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
@@ -305,12 +310,12 @@ class OutfeedQueue:
             )
 
 
-def _path_called(path: Any) -> str:
+def _path_called(path: tuple[Any, ...]) -> str:
     """The name of the leaf at a path, for messages."""
     return leaf_called(jax.tree_util.keystr(path))
 
 
-def _check_can_leave(called: str, value: Any) -> None:
+def _check_can_leave(called: str, value: jax.Array) -> None:
     if 0 in value.shape:
         raise FeedError(
             f"An element sent out may not have a dim of size 0. Received: {called} of shape "
@@ -326,6 +331,6 @@ def _check_can_leave(called: str, value: Any) -> None:
 class OutfeedTarget(WeakQueue):
     """The queue that a mark sends to, and the structure of the element."""
 
-    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
+    def __init__(self, queue: OutfeedQueue, structure: TreeDef) -> None:
         super().__init__(queue)
         self.structure = structure

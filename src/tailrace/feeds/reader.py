@@ -4,8 +4,8 @@ A reader is used by one thread at a time. No element is lost: when the dataset e
 middle of a block, the elements read so far stay for the next read.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.data.trees import Tree
+from tailrace.devices.devices import Device
 from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
@@ -221,7 +222,9 @@ class Reader:
                     *(self.name, start + SKIPPED_AT_ONCE, count),
                 )
 
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding | Device, room: int
+    ) -> tuple[Any, ...]:
         """Transfer a block into arrays with `room` rows; the rows after it are uninitialized.
 
         On a CPU this may alias the block, so the block must not be written again.

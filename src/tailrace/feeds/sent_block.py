@@ -1,4 +1,4 @@
-"""What one execution sent to an outfeed: on its way from the device, then on the host."""
+"""The values that one execution sent to an outfeed: in transfer from the device, then on the host."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from tailrace.data.trees import TreeDef
 
 
 class SentBlock:
@@ -27,9 +29,9 @@ class SentBlock:
 
     def __init__(
         self,
-        structure: Any,
+        structure: TreeDef,
         leaves: list[Any],
-        valid: Any,
+        valid: jax.Array | None,
         loops: int,
         replicas: int,
     ) -> None:
@@ -53,7 +55,7 @@ class SentBlock:
         return self._valid is None and 0 not in looped
 
     def count(self) -> int:
-        """The number of elements; waits for the device, where it depends on flags."""
+        """The number of elements; waits for the device if it depends on flags."""
         return len(self.to_host()[0])
 
     @property

@@ -1,8 +1,8 @@
 """Blocks that a thread reads ahead for an infeed: staged, used, put back, or abandoned.
 
 Only the thread ever waits inside a dataset. It runs one call at a time, in order, so a reader is never
-used by two threads; what changes the reader's position settles first, which brings back what was read
-ahead.
+used by two threads; whatever changes the reader's position settles first, which returns blocks that
+were read ahead.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -33,12 +33,12 @@ Opening = Callable[[], Reader]
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a block has: blocks that were read ahead are used if the next one is to have the same.
+    """The description of a block; a block that was read ahead is used only if it matches.
 
     Attributes:
         count: elements per replica.
         replicas: the replicas that this process feeds.
-        sharding: how they are spread over devices, or a device.
+        sharding: the sharding of the elements, or a device.
         room: the number of rows of the arrays on the device.
     """
 
@@ -60,7 +60,7 @@ class Staging:
 
     Attributes:
         patience: the limits of waits for data; the owner of the queue may replace it.
-        staged: the blocks that are read ahead, in order, each with what it was read for.
+        staged: the blocks that were read ahead, in order, each with its description.
     """
 
     def __init__(self, prefetch: int, patience: Patience) -> None:
@@ -91,12 +91,12 @@ class Staging:
         return staged
 
     def prefetch(self, reader: Opening, order: Order) -> None:
-        """Stage blocks like this until as many are ahead as there should be."""
+        """Stage blocks like this until `prefetch` of them are ahead."""
         for _ in range(self._prefetch - len(self.staged)):
             self._stage(reader, order)
 
     def started(self, ticket: jax.Array | None) -> None:
-        """The execution of the block that was taken is dispatched; `ticket` is ready at its end."""
+        """Called after the dispatch of the taken block; `ticket` is ready when it has finished."""
         self._running.append(ticket)
         self._handed = 0
 
@@ -118,7 +118,7 @@ class Staging:
             self.staged.pop()
 
     def returned(self) -> None:
-        """The block that was taken comes back, without an execution."""
+        """Called when the taken block comes back without an execution."""
         self._handed = 0
 
     def leave(self, reader: Reader) -> None:
@@ -145,7 +145,7 @@ class Staging:
         self._late = None
 
     def release(self) -> tuple[Worker | None, bool]:
-        """Drop what keeps arrays alive; the thread to stop, and whether it blocks in the dataset."""
+        """Release arrays; returns the thread to stop, and whether it is blocked in the dataset."""
         thread, self._thread = self._thread, None
         # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the device.
         self._running.clear()
@@ -216,7 +216,7 @@ class Staging:
 
 
 def _take_back(reader: Reader, future: Future[Any]) -> None:
-    """Put the elements of a block that was not used back, if it is one."""
+    """Return the elements of an unused block to the reader, if the call read one."""
     if future.exception() is None and isinstance(future.result(), Staged):
         reader.put_back(future.result().host)
 

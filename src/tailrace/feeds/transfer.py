@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.feeds.buffers import allocate
 
 PIECE, MOST_PIECES = 1 << 21, 16
 """The bytes of a chunk, and the largest number of chunks in flight."""
 
 
-def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
+def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int = 0) -> Any:
     """Transfer an array to `sharding`; it must not change until the transfer has finished."""
     if on_cpu():
         return jax.device_put(with_room(array, room), sharding)
@@ -58,7 +59,7 @@ def _join(pieces: list[Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _padded(array: Any, room: int, sharding: Any) -> Any:
+def _padded(array: jax.Array, room: int, sharding: jax.sharding.Sharding | None) -> Any:
     # Zeros, though any values would do: a program in XLA has no uninitialized arrays.
     rows = jnp.zeros((room, *array.shape[1:]), array.dtype)
     filled = jax.lax.dynamic_update_slice_in_dim(rows, array, 0, 0)

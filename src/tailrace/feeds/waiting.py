@@ -137,8 +137,8 @@ class Runs:
             what: the queue, for the message.
         """
         with self.changed:
-            # If something is queued or runs, what is wanted has started; an end before this call is
-            # then enough to stop at. Otherwise a program must still start, and end.
+            # If something is queued or runs, the program has started, and an end before this call
+            # counts. Otherwise a program has yet to start and end.
             seen = self._ended if not waits() and not self._running else self._ended - 1
         give_up = time.monotonic() + timeout_s
         while True:

@@ -217,7 +217,7 @@ def _ordered(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> tuple[Any, Any]:
     return lhs, rhs
 
 
-def _restored(kind: Kind, out: Any) -> Any:
+def _restored(kind: Kind, out: jax.Array) -> Any:
     """The result in the layout of the equation."""
     now = _last(kind.params["dimension_numbers"][2])
     return out.astype(kind.dtype).transpose([now.index(dim) for dim in range(len(now))])
@@ -230,7 +230,11 @@ def _padded(kind: Kind, lhs: jax.Array) -> Any:
 
 
 def _windows(
-    lhs: jax.Array, places: Sequence[int], steps: Sequence[int], sizes: Sequence[int], strides: Any
+    lhs: jax.Array,
+    places: Sequence[int],
+    steps: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
 ) -> Any:
     """For each position in space, that position and the strided slice that starts there."""
     for place in itertools.product(*map(range, places)):
@@ -287,7 +291,9 @@ def matmuls_by_output(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     return _restored(kind, out.reshape(out.shape[0], *kind.space, out.shape[-1]))
 
 
-def _dot(kind: Kind, a: Any, b: Any, over_a: Any, over_b: Any) -> Any:
+def _dot(
+    kind: Kind, a: jax.Array, b: jax.Array, over_a: Sequence[int], over_b: Sequence[int]
+) -> Any:
     return lax.dot_general(
         a,
         b,

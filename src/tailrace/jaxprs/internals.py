@@ -46,7 +46,7 @@ try:
     from jax.interpreters import ad, batching, mlir
     from jax.interpreters import partial_eval as pe
 
-    # What marks register themselves with, when this package is imported.
+    # The registries that marks use when this package is imported.
     _ = (pe.dce_rules, pe.dce_jaxpr, batching.primitive_batchers, mlir.register_lowering)
     _ = (ad.primitive_jvps, ad.primitive_transposes, ad.Zero, ad.is_undefined_primal, ad.deflinear2)
     _ = (Primitive.def_impl, Primitive.def_abstract_eval, Primitive.def_effectful_abstract_eval)

@@ -37,12 +37,12 @@ def check() -> None:
 
 
 @jax.custom_jvp
-def _ruled_forward(x: Any) -> Any:
+def _ruled_forward(x: jax.Array) -> Any:
     return x * 2.0
 
 
 @jax.custom_vjp
-def _ruled_backward(x: Any) -> Any:
+def _ruled_backward(x: jax.Array) -> Any:
     return x * 2.0
 
 
@@ -50,22 +50,22 @@ _ruled_forward.defjvp(lambda primals, tangents: (_ruled_forward(*primals), tange
 _ruled_backward.defvjp(lambda x: (x, None), lambda _, back: (back * 2.0,))
 
 
-def _inner(x: Any) -> Any:
+def _inner(x: jax.Array) -> Any:
     return lax.sin(checkpoint_name(x, "tailrace"))
 
 
-def _everything(x: Any) -> Any:
+def _everything(x: jax.Array) -> Any:
     lax.scan(lambda c, _: (c * 2.0, c), x, None, length=2)
     lax.while_loop(lambda c: c < 3.0, lambda c: c * 2.0, x)
     lax.cond(True, _same, _same, x)
     return [jax.jit(_inner)(x), jax.checkpoint(_inner)(x), _ruled_forward(x), _ruled_backward(x)]
 
 
-def _same(x: Any) -> Any:
+def _same(x: jax.Array) -> Any:
     return x
 
 
-def _marked(x: Any) -> Any:
+def _marked(x: jax.Array) -> Any:
     with jax.named_scope("probe"):
         x = mark(lax.sin(x), Tag("value", "probe", follow_gradient=True))
     return jax.checkpoint(_inner)(x)
@@ -170,7 +170,7 @@ def _derivatives() -> bool:
     return any(tag.direction == COTANGENT for tag in tags)
 
 
-def _unused(x: Any) -> Any:
+def _unused(x: jax.Array) -> Any:
     mark(x, Tag("value", "unused"))
     return x
 
@@ -190,7 +190,7 @@ def _batches() -> bool:
 def _binding() -> bool:
     eqns = [_one(name) for name in ("jit", "custom_jvp_call", "custom_vjp_call")]
 
-    def again(x: Any) -> list[Any]:
+    def again(x: jax.Array) -> list[Any]:
         with internals.equation_context(eqns[0]):
             return [internals.bind_again(eqn, [x])[0] for eqn in eqns]
 

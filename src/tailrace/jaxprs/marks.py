@@ -148,7 +148,7 @@ class WeakQueue:
         return queue
 
 
-def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
+def dequeue(counter: jax.Array, queue: Any, spec: Any) -> Any:
     """The next element of `queue`, whose leaves have the shapes and dtypes of `spec`."""
     leaves, structure = jax.tree.flatten(spec)
     avals = tuple(internals.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)

@@ -72,7 +72,7 @@ class Recording(Trace):
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         """Run an operation and record it."""
 
-        def again(*arrays: Any) -> Any:
+        def again(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, **params)
 
         # Under the trace around it: the operation must run, not be recorded again.
@@ -107,7 +107,7 @@ class Recording(Trace):
         )
 
     def _with_rule(self, process: Callable[..., Any], tracers: Any) -> Any:
-        def call(*arrays: Any) -> Any:
+        def call(*arrays: jax.Array) -> Any:
             with take_current_trace() as inner:
                 pass
             return process(inner, arrays)
@@ -151,7 +151,7 @@ class Recording(Trace):
         found = iter(jax.grad(forward)([sources[n] for n in places]))
         return [next(found) if n in places else None for n in range(len(sources))]
 
-    def function(self, target: Any, sources: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    def function(self, target: jax.Array, sources: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         """`target` as a function of the sources."""
         way = self._way([target], sources)
 

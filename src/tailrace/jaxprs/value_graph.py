@@ -137,7 +137,7 @@ class ValueGraph(Visitor[Value, Around]):
         return inputs if is_mark(eqn) else self._made(eqn.primitive.name, inputs, eqn.outvars)
 
     def call(self, call: Call, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """The contents of the call, in its place."""
+        """The contents of the call, inlined."""
         self._note(call.eqn, inputs, around)
         return self.run_inner(call.program, inputs, (*around, id(call.eqn)), here)
 

@@ -27,6 +27,7 @@ def grid(followed: FollowedRun) -> dict[str, Any] | None:
     if plan is None:
         return None
     ticks = []
+    # Not `plan.ticks`, which expands the whole plan.
     for number, tick in enumerate(plan.iter_ticks()):
         if number == MOST_TICKS:
             break
@@ -68,7 +69,7 @@ def _values(
 ) -> list[dict[str, Any]]:
     tail = dataclasses.replace(table, start=max(0, table.stop - TAIL_ROWS))
     of = tail.column("microbatch")
-    # -1: one value for the whole step, which belongs to each of its cells.
+    # -1 is one value for the whole step; each of its cells shows it.
     rows = np.flatnonzero((of == microbatch) | (of == -1))
     if not len(rows):
         return []
@@ -77,6 +78,7 @@ def _values(
     one = dataclasses.replace(tail, start=tail.start + row, stop=tail.start + row + 1)
     columns = STATS.names if table.kind == "stats" else ("values",)
     values = {c: one.column(c)[0].astype(np.float64) for c in columns or ()}
+    # Layers of a scan share a name, and a cell shows their mean.
     return [
         {
             "name": name,

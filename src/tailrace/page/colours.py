@@ -19,11 +19,10 @@ SCALE = (
 """From low to high, in equal steps of lightness: readable in grey and by the colour-blind."""
 
 NONFINITE = "#e5484d"
-"""The colours of NaN and Inf, which are outside of the scale."""
-
+"""The colour of NaN and Inf, which are outside of the scale."""
 
 BAD, NOTHING = 254, 255
-"""Their indices in the palette."""
+"""The palette indices of NaN and Inf, and of missing values."""
 
 
 def palette() -> np.ndarray:
@@ -59,5 +58,6 @@ def shades(values: np.ndarray, low: float, high: float, log: bool) -> np.ndarray
             share = np.log(values / low) / np.log(high / low)
         else:
             share = (values - low) / (high - low)
+    # The last two of the 256 indices are `BAD` and `NOTHING`.
     places = np.clip(np.nan_to_num(share) * 253, 0, 253).round().astype(np.uint8)
     return np.where(np.isfinite(share), places, NOTHING).astype(np.uint8)

@@ -92,7 +92,7 @@ class _Side:
             self.profile: Profile | None = Profile.load(path)
             return
         self.run = FollowedRun(given)
-        self.run.readable()
+        self.run.readable()  # raises if it is not a run
         self.profile = read_profile(path)
 
 
@@ -102,7 +102,7 @@ def _times(one: Profile, two: Profile) -> Iterator[Line]:
         for profile in (one, two)
     ]
     whole_one, whole_two = (profile.wall_s / max(profile.steps, 1) for profile in (one, two))
-    # First, whatever its difference: the rows below are parts of it.
+    # Always first: the rows below are parts of it.
     yield _line("the whole step", whole_one, whole_two, time_text, size=float("inf"))
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         yield _line(shown(name), sides[0].get(name), sides[1].get(name), time_text)
@@ -166,7 +166,7 @@ def _line(
         difference = "only here" if b is None else "new"
     elif a:
         difference = f"{(b - a) / abs(a):+.1%}"
-    else:
+    else:  # a percentage of zero means nothing
         difference = "" if not b else "new"
     shown_a, shown_b = ("-" if value is None else text(value) for value in (a, b))
     return Line(what, shown_a, shown_b, difference, far if size is None else size)

@@ -73,7 +73,7 @@ def curve(
     # By step, not by index: records of a periodic tap, or of a run that was resumed, have gaps.
     span = int(steps[-1]) - int(steps[0]) + 1
     where = (steps - steps[0]) * min(most, span) // span
-    # Points without steps do not occur, so that `reduceat` never sees an empty range.
+    # Only points that have steps get a start: `reduceat` cannot sum an empty range.
     starts = np.flatnonzero(np.diff(where, prepend=-1))
     count = np.add.reduceat(good.astype(np.int64), starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -98,7 +98,7 @@ def history_curves(
     """Loss and metrics of a run by name, and its speed."""
     history = followed.readable().history
     order = ["loss", *history.step_names, *history.names]
-    # The values of validations beside those of steps: loss, val_loss, accuracy, val_accuracy.
+    # Each validation value next to the training value: loss, val_loss, accuracy, val_accuracy.
     order = dict.fromkeys(name for one in order for name in (one, f"val_{one}"))
     found = {
         name: curve(history.steps_of(name), history[name], first=first, last=last)

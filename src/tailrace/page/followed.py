@@ -53,15 +53,15 @@ class FollowedRun:
 
     def look(self) -> bool:
         """Check for changes; returns whether there were any."""
-        # Before the files are read: what is written meanwhile then counts as new the next time.
+        # Taken before the files are read: what is written while they are is new the next time.
         found = [_signature(self.directory / name) for name in WATCHED]
-        # A writer that was killed has changed no file.
+        # The death of a writer changes no file.
         if found == self._seen and self._is_interrupted() == self._interrupted:
             return False
         with self._lock:
             try:
                 with self.reading():
-                    # Another description may be another run: nothing that was cached holds then.
+                    # Another description may mean another run, for which the cache is wrong.
                     self._read(is_same=self._seen[:1] == found[:1])
                 self.problem = ""
             except RunError as error:
@@ -72,6 +72,7 @@ class FollowedRun:
 
     def _read(self, is_same: bool) -> None:
         if self.run is None or not is_same:
+            # If the new one cannot be opened, the old one must not be shown in its place.
             self.run = None
             self._kept.clear()
             self.run = open_run(self.directory)

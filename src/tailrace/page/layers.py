@@ -52,7 +52,7 @@ class LayerMap:
         """The median of each tensor over the last part of the run; NaN if nothing was recorded."""
         part = self.values[:, -max(1, int(share * len(self.steps))) :]
         out = np.full(len(part), np.nan)
-        there = np.isfinite(part).any(axis=1)
+        there = np.isfinite(part).any(axis=1)  # nanmedian warns about rows without values
         out[there] = np.nanmedian(part[there], axis=1)
         return out
 
@@ -65,8 +65,8 @@ def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") ->
     sources: dict[str, str] = {}
     kinds = SOURCES[measure]
     tables = [table for table in followed.readable().tables if table.kind in kinds]
-    # Most exact kind first: `sources` then keeps a tensor to one kind, and its curve does not jump
-    # where another tap began.
+    # Most exact kind first. A tensor is read from one kind only (`sources`): otherwise its curve would
+    # jump where another tap began.
     for table in sorted(tables, key=lambda table: kinds.index(table.kind)):
         wanted = {name for name in table.names if _chosen(select, name)}
         if not any(sources.get(name, table.kind) == table.kind for name in wanted):
@@ -108,6 +108,7 @@ def _joined(
             values[place, : len(row[0][1])] = row[0][1]
             continue
         total, weight = np.zeros(count), np.zeros(count, np.int64)
+        # Widths are powers of two, so each narrow column is inside one wide column.
         for each, found in row:
             there = np.isfinite(found)
             columns = (np.arange(len(found)) * each // width)[there]

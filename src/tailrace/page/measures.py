@@ -1,4 +1,4 @@
-"""Measures of a tensor in a step, whatever was kept of it: rms, fraction of zeros, NaN and Inf.
+"""Measures of a tensor in a step, from any kind of record: rms, fraction of zeros, NaN and Inf.
 
 A measure is one number per record of a tensor. Statistics, norms, histograms and whole tensors each
 provide some of them; the first kind in `SOURCES` that a tensor has is used.
@@ -39,6 +39,7 @@ SLAB_BYTES = 1 << 26
 MOST_BYTES = 1 << 32
 """The most bytes of a table to summarize: reading more would take minutes."""
 
+# Bin n has the values of [2^e, 2^(e+1)) with e = n - 127; the mean of x^2 there is 7/3 * 4^e.
 _SQUARES = 7 / 3 * 4.0 ** (np.arange(INF_BIN) - 127.0)
 """The mean square of values that fill a bin of a histogram evenly."""
 
@@ -135,6 +136,7 @@ def measured(measure: str, table: StoredTable, sizes: Mapping[str, int]) -> np.n
         return _of_statistics(measure, table)
     values = table.column("values")
     if table.kind == "norm":
+        # A squared norm is a sum of squares; divided by the size it is their mean.
         each = np.array([max(1, sizes.get(name, 1)) for name in table.names], np.float64)
         wide = values.astype(np.float64) ** 2
         return wide / each.reshape(-1, *[1] * (wide.ndim - 2))
@@ -144,7 +146,7 @@ def measured(measure: str, table: StoredTable, sizes: Mapping[str, int]) -> np.n
 
 
 def _of_statistics(measure: str, table: StoredTable) -> np.ndarray:
-    if measure == "rms":
+    if measure == "rms":  # the mean of squares is the squared mean plus the variance
         return table.column("mean") ** 2 + table.column("std") ** 2
     if measure == "zero":
         return table.column("zero")

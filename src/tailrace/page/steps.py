@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 MOST_COLUMNS = 512
-"""The most columns; beyond half of it, steps share a column."""
+"""The most columns; of a longer run, several steps share a column."""
 
 
 def column_width(steps: int, most: int = MOST_COLUMNS) -> int:
@@ -53,6 +53,8 @@ class StepColumns:
             return
         self._reach(int(steps.max()))
         where = (steps - self.first) // self.width
+        # Rows of one column are neighbours and summed first, since `np.add.at` is slow. It is needed
+        # because a resumed run may come back to an earlier column.
         starts = np.flatnonzero(np.diff(where, prepend=-1))
         there = np.isfinite(values)
         filled = np.where(there, values, 0.0)

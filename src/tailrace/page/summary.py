@@ -11,13 +11,13 @@ from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
 
 MOST_CHARACTERS = 300
-"""The most letters of a text from a file."""
+"""The most characters of a text from a file."""
 
 OWN = (
     *("devices", "options", "taps", "versions", "catalogue", "use_order"),
     *("plan", "format", "run", "created"),
 )
-"""Entries of run.json with a special row; others are shown unchanged."""
+"""Entries of run.json that have a row of their own, or none; others are shown as they are."""
 
 Rows = list[tuple[str, str]]
 

@@ -43,7 +43,7 @@ class Exponents(NamedTuple):
 
     Attributes:
         steps: the first step of each column.
-        width: how many steps share a column.
+        width: the number of steps per column.
         counts: [columns, 258], as a tap with `reduce="histogram"` records them.
     """
 
@@ -116,7 +116,9 @@ def _columns(table: StoredTable) -> dict[str, str]:
     return {table.kind: "values"} if scalar else {}
 
 
-def _growing(followed: FollowedRun, table: StoredTable, name: str, tensor: int | None) -> Any:
+def _growing(
+    followed: FollowedRun, table: StoredTable, name: str, tensor: int | None
+) -> np.ndarray:
     column = followed.kept((table.path, name, tensor), GrowingColumn)
     return column.follow(table, name, tensor)
 

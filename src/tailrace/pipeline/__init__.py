@@ -1,6 +1,6 @@
 """Pipelines: a model in stages on several devices, computing what the plain step computes.
 
-In: a model with boundaries (`pipeline`, `boundary`), and where its stages are to run.
+In: a model with boundaries (`pipeline`, `boundary`), and the devices of its stages.
 Out: a plan, which says what runs where and when, and a device program that follows it.
 
     schedule, drawing        the plan: made, proved, priced, drawn; without JAX

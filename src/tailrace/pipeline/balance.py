@@ -1,4 +1,4 @@
-"""`tr.balance`: where to cut a model so that its slowest stage is as fast as it can be."""
+"""`tr.balance`: where to cut a model so that its slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
@@ -36,10 +36,10 @@ from tailrace.pipeline.boundary import stage_boundary
 from tailrace.pipeline.pipeline import Pipeline
 
 _BACKWARD = 2.0
-"""A backward multiplies twice what its forward multiplies once."""
+"""A backward pass has two matrix products for each one of the forward pass."""
 
 _FLOPS_PER_BYTE = 4.0
-"""How many operations a device does while it moves a byte: what elementwise work costs."""
+"""The FLOPs of a device in the time it moves a byte: the price of elementwise operations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,11 @@ class ProposedStage:
     """One stage of a proposed cut.
 
     Attributes:
-        share: of the model's time that it takes.
+        share: its share of the model's time.
         parameters: bytes of the parameters it uses.
-        sends: bytes that go on to the next stage for each microbatch.
+        sends: bytes sent to the next stage per microbatch.
         begins: `file:line` of the model's code where it begins.
-        seconds: its forward and backward, if they were measured.
+        seconds: the time of its forward and backward, if measured.
     """
 
     share: float
@@ -63,10 +63,10 @@ class ProposedStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balance:
-    """A proposed cut; prints what it expects. Call it like the function it was made from.
+    """A proposed cut; prints its expected costs. Call it like the original function.
 
     Attributes:
-        stages: what each stage will do.
+        stages: the expected cost of each stage.
         cut: the first operation of each stage after the first.
         function: the model.
 
@@ -93,23 +93,23 @@ class Balance:
 
     @property
     def speedup(self) -> float:
-        """How much faster than one device the stages are at best, without ramp-up and -down."""
+        """The best possible speedup over one device, without ramp-up and ramp-down."""
         return 1 / self.slowest
 
     def pipeline(self, **options: Any) -> Pipeline:
         """A `tr.Pipeline` of the model, cut like this; options are those of `tr.Pipeline`."""
         return Pipeline(self, **options)
 
-    def __call__(self, *args: Any) -> Any:
-        """What the function returns, with boundaries where stages end."""
+    def __call__(self, *args: Tree) -> Any:
+        """The function's result, with boundaries where stages end."""
         *first, element = args
 
-        def whole(*args: Any) -> Any:
+        def whole(*args: Tree) -> Any:
             return call_with_element(self.function, args[:-1], args[-1])
 
         leaves, structure = jax.tree.flatten((*first, element))
         closed, form = _traced(whole, structure, leaves)
-        # The cut is an index into the operations, so it is worth something only for the same ones.
+        # The cut is an index into the operations, so it is valid only for the same operations.
         if len(closed.jaxpr.eqns) != self.operations:
             raise PipelineError(
                 f"This cut was made for a model of {self.operations} operations; on this batch it "
@@ -144,16 +144,16 @@ def balance(
 ) -> Balance:
     """Propose where to cut a model into stages.
 
-    Operations keep their order; among the cuts with the smallest slowest stage, values that cross
-    are as small as can be near it.
+    Operations keep their order. The slowest stage is as fast as possible; of nearly equal cuts, the
+    one that the fewest bytes cross is chosen.
 
     Args:
         fn: the model, called like a trainer's loss function.
         params: its parameters.
         example: an element of the dataset.
-        stages: how many stages to make.
+        stages: the number of stages.
         model_state: the model state, if it has one.
-        measure: run the stages and correct the estimate by their times, twice.
+        measure: whether to run the stages and correct the estimate by their times, twice.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tailrace as tr
@@ -167,7 +167,7 @@ def balance(
     """
     first = (params,) if model_state is None else (params, model_state)
 
-    def whole(*args: Any) -> Any:
+    def whole(*args: Tree) -> Any:
         return call_with_element(fn, args[:-1], args[-1])
 
     leaves, structure = jax.tree.flatten((*first, example))
@@ -214,29 +214,32 @@ def balance(
 
 
 def cost_of(eqn: JaxprEqn) -> float:
-    """What one operation costs, forward and backward, in multiplications and additions."""
+    """The cost of one operation, forward and backward, in FLOPs."""
     if inside := programs_in(eqn):
         found = control(eqn)
         sums = [sum(cost_of(e) for e in jaxpr.eqns) for jaxpr in inside]
-        # The length of a while loop is data: it counts as one pass. Of branches the dearest counts.
+        # A while loop, whose length is data, counts as one iteration. Of branches, the most
+        # expensive one counts.
         passes = found.length if isinstance(found, Scan) else 1
         return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
     if is_mark(eqn):
         return 0.0
+    # A device computes and moves at the same time: the slower of the two is the cost.
     moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
     return (1 + _BACKWARD) * max(multiplications(eqn), moved)
 
 
-def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]) -> Any:
     jax_seams.check()
     form: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         out, out_form = jax.tree.flatten(whole(*jax.tree.unflatten(structure, leaves)))
         form[:] = [out_form]
         return out
 
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
+    # Inside of a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
     if is_tracing():
         return jax.make_jaxpr(flat)(*shapes), form[0]
     with tracing(ProgramTrace()):
@@ -250,8 +253,7 @@ def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[A
     edges = [0, *cut, len(jaxpr.eqns)]
     for first, last in itertools.pairwise(edges):
         if first:
-            # A boundary is a mark on values. Where none crosses, one that is there anyhow carries
-            # it.
+            # A boundary is a mark on a value. If no value crosses it, any value is marked.
             crossing = [v for v in _alive(closed, first) if v not in jaxpr.invars] or [
                 v for v in known if v not in jaxpr.constvars
             ][:1]
@@ -262,7 +264,7 @@ def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[A
 
 
 def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
-    """Variables that are made before an operation and used from there on."""
+    """The variables that are live before an operation."""
     jaxpr = closed.jaxpr
     before = set(made_by(jaxpr.eqns[:index]))
     later = [*used_by(jaxpr.eqns[index:]), *variables(jaxpr.outvars)]
@@ -270,10 +272,10 @@ def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
 
 
 def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:
-    """The balanced cut, each boundary moved to the narrowest place that costs next to nothing."""
+    """The balanced cut, each boundary moved to where the fewest bytes cross, at almost no cost."""
     cut = list(balanced_cut(costs.tolist(), stages))
-    # Less than the estimates are worth, and enough to move a boundary from the middle of a block to
-    # its end, where only one activation crosses.
+    # Less than the error of the estimates, and enough to move a boundary from the middle of a block
+    # to its end, where only one activation crosses.
     slack = 0.02 * costs.sum() / stages
     crossing = crossing_bytes(closed.jaxpr.eqns, closed.jaxpr.outvars)
     for number, place in enumerate(cut):
@@ -320,7 +322,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
             jax.block_until_ready(both(*values))
             times.append(time.perf_counter() - started)
         seconds.append(min(times))
-        # The next stage is measured on real values: NaN or denormal ones would change its time.
+        # So that the next stage is measured on real values: NaN or denormal ones would change its time.
         known.update(zip(ends, outputs, strict=True))
     return seconds
 

@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers so that the slowest stage is as fast as it can be."""
+"""Where to cut a chain of layers so that the slowest stage is as fast as possible."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from tailrace.errors import PlanError
 
 
 def balanced_cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The first layer of each stage after the first, for the smallest slowest stage.
+    """The first layer of each stage after the first, such that the slowest stage is fastest.
 
     Args:
         costs: the cost of each layer, in order.
-        stages: how many stages to make; each gets at least one layer.
+        stages: the number of stages; each gets at least one layer.
 
     >>> balanced_cut([1, 1, 1, 3, 1, 1], stages=3)
     (3, 4)
@@ -25,8 +25,8 @@ def balanced_cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
             f"Ask for 1 to {layers} stages."
         )
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    # The smallest limit that stages filled up to it one after the other can keep: halve the
-    # interval until no float is left between what fails and what works.
+    # Bisection for the smallest limit such that stages, filled greedily up to it, take all layers:
+    # until no float is left between a limit that fails and one that works.
     low, high = 0.0, float(ends[-1])
     while low < (middle := (low + high) / 2) < high:
         if _fill(ends, stages, middle) is None:
@@ -34,12 +34,12 @@ def balanced_cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         else:
             high = middle
     cut = _fill(ends, stages, high)
-    assert cut is not None  # all layers in one stage keep the first limit
+    assert cut is not None  # the first limit allows all layers in one stage
     return cut
 
 
 def _fill(ends: np.ndarray, stages: int, limit: float) -> tuple[int, ...] | None:
-    """Fill stages up to a limit, leaving a layer for each stage to come; None if it cannot be."""
+    """Fill stages up to a limit, leaving a layer for each later stage; None if that is impossible."""
     layers = len(ends) - 1
     cut, first = [], 0
     for left in range(stages - 1, -1, -1):

@@ -17,9 +17,9 @@ NEXT, BESIDE = "next", "beside"
 def stage_boundary(values: Tree) -> Any:
     """End a stage of a pipeline here: everything computed after this belongs to the next one.
 
-    Only the order of computation counts. `values` are returned as they are; give what flows on to
-    the next stage. Values that skip stages are passed along by themselves. Outside a `tr.Pipeline`
-    it does nothing.
+    Only the order of computation counts. `values` are returned unchanged; pass what the next stage
+    uses. Values that skip stages are passed along automatically. Outside a `tr.Pipeline` it does
+    nothing.
 
     Args:
         values: a tree of arrays, with at least one.

@@ -1,4 +1,4 @@
-"""`tr.Pipeline`: a model as stages, and how they are to run."""
+"""`tr.Pipeline`: a model as stages, and the options of their execution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Stage = Callable[..., Any]
 
 
 class Pipeline:
-    """A model cut into stages that run on devices of their own, many microbatches at a time.
+    """A model cut into stages that run on separate devices, many microbatches at a time.
 
     Given to `tr.Trainer` in place of a loss function.
 
@@ -36,17 +36,17 @@ class Pipeline:
             `tr.stage_boundary` marks where stages end.
         loss_fn: `loss_fn(*outputs_of_the_last_stage)` returns the loss or `(loss, aux)`; None if
             the last stage does, or if `stages` is one function.
-        accumulation: how many microbatches go through before the update; or a `tr.Accumulation`.
+        accumulation: the number of microbatches per update; or a `tr.Accumulation`.
         schedule: "grouped" (fastest), "interleaved" (less memory) or "sequential" (for debugging).
-        device_mapping: the device of each stage, with a list for concurrent stages. Without it each
-            stage has its own.
+        device_mapping: the device of each stage, with a list for concurrent stages. Without it, each
+            stage has a separate device.
         inputs: values that stage 0 gets before the element, the same for all microbatches;
             `trainer.fit(..., inputs=...)` changes them without compiling again.
         shared: groups of parameters that are one weight, as names: `[("0/table", "2/table")]`.
             Their gradients are summed; the optimizer sees the first of each group.
-        recompute: keep only the inputs of each stage for its backward, and compute the rest again:
-            "then" (or True) the whole stage at once, "interleaved" from one
-            `tr.recomputation_checkpoint` to the next.
+        recompute: keep only the inputs of each stage for its backward, and recompute the rest: "then"
+            (or True) the whole stage at once, "interleaved" from one `tr.recomputation_checkpoint` to
+            the next.
 
     Example:
         >>> import optax, jax.numpy as jnp, numpy as np, tailrace as tr
@@ -101,13 +101,13 @@ class Pipeline:
 
     @property
     def __name__(self) -> str:
-        """What messages call the function that computes the loss."""
+        """The name of the function that computes the loss, for messages."""
         made = self.function or self.loss_fn or self.stages[-1][-1]
         return getattr(made, "__name__", "the pipeline")
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """For each stage how many members it has; empty if only tracing the function can tell."""
+        """The number of members of each stage; empty if only tracing the function shows it."""
         return tuple(map(len, self.stages))
 
     def plan(self, sizes: tuple[int, ...], training: bool = True, count: int | None = None) -> Plan:
@@ -138,7 +138,7 @@ class Pipeline:
         return text + self.plan(self.sizes)._repr_html_() if self.stages else text
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
-        """Other values for what stage 0 gets before the element."""
+        """Replace the values that stage 0 gets before the element."""
         old = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(self.inputs)]
         new = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(tuple(inputs))]
         if jax.tree.structure(self.inputs) != jax.tree.structure(tuple(inputs)) or old != new:
@@ -153,7 +153,7 @@ class Pipeline:
     def __call__(
         self, params: Tree, model_state: Tree, has_state: bool, batch: Tree, inputs: Sequence[Any]
     ) -> Any:
-        """What a loss function returns, with boundaries between stages."""
+        """The result of a loss function, with boundaries between stages."""
         if self.function is not None:
             first = (self.tie(params), model_state) if has_state else (self.tie(params),)
             return call_with_element(self.function, (*first, *inputs), batch)
@@ -170,7 +170,7 @@ class Pipeline:
     def outputs(
         self, params: Tree, model_state: Tree, has_state: bool, batch: Tree, inputs: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """What the last stage returns, and the next model state."""
+        """The result of the last stage, and the next model state."""
         if self.function is not None:
             raise PipelineError(
                 "A pipeline made of one function returns a loss; what else is wanted of it is "
@@ -222,7 +222,7 @@ class Pipeline:
             try:
                 inspect.signature(stage).bind(*own, *values)
             except ValueError:
-                pass  # without a signature the call itself decides
+                pass  # no signature: the call itself shows whether they fit
             except TypeError as error:
                 raise PipelineError(
                     f"A stage takes what the stage before it returns. Stage {number} "
@@ -301,7 +301,7 @@ def _check_takes(loss_fn: Callable[..., Any], values: Sequence[Any], last: int) 
     try:
         inspect.signature(loss_fn).bind(*values)
     except ValueError:
-        pass  # without a signature the call itself decides
+        pass  # no signature: the call itself shows whether they fit
     except TypeError as error:
         raise PipelineError(
             f"The loss function takes what the last stage returns. {_name(loss_fn)} cannot be called "

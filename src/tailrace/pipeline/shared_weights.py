@@ -1,4 +1,4 @@
-"""Weights that several stages of a pipeline have in common: one for the optimizer, one in each stage.
+"""Weights that several stages of a pipeline share: one for the optimizer, one in each stage.
 
 The optimizer, checkpoints and the state on the devices have such a weight once, in its first place
 ("untied"); a model is called with it in all its places ("tied"). So gradients of the places are summed

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.counts import check_seed
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds import dispatch_table
@@ -32,7 +33,7 @@ from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.frame import Emission
 from tailrace.taps.naming import Namer
-from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, Tap, check_bytes, parse_taps
+from tailrace.taps.tap import MOST_BYTES, AnyTap, StopOnNonfinite, check_bytes, parse_taps
 
 
 def compile(
@@ -61,7 +62,7 @@ def compile(
             is refused before it runs.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
         ProgramError: the function cannot be a program; when it is first called.
 
     Example:
@@ -109,7 +110,7 @@ class Program:
         *,
         replicas: int,
         seed: int,
-        taps: Sequence[Tap] = (),
+        taps: Sequence[AnyTap] = (),
         observe_bytes: int = MOST_BYTES,
     ) -> None:
         if not callable(function):
@@ -124,7 +125,7 @@ class Program:
         self.steps = 0
         self._versions: dict[Hashable, _Version] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Any:
         """Run the program; returns the function's result."""
         version = self._version(args)
         traced = version.traced
@@ -253,7 +254,7 @@ class Program:
 class _Version:
     """A program for arguments of given shapes: its segments and their executables."""
 
-    def __init__(self, traced: Traced, placement: Placement, taps: Sequence[Tap]) -> None:
+    def __init__(self, traced: Traced, placement: Placement, taps: Sequence[AnyTap]) -> None:
         self.traced, self._placement = traced, placement
         named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
         with names_listed_by("program.records.names, after a call with observe='*'"):

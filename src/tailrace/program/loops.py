@@ -162,7 +162,7 @@ def _loop_body(
             )
         infeed.check_replicas(trace.replicas)
 
-    def one_pass(counter: Any, state: Tree) -> Any:
+    def one_pass(counter: jax.Array, state: Tree) -> Any:
         with inside_loop(trace):
             # The counter is marked, because it is in the loop whatever the body does; the mark makes
             # the loop ours.

@@ -1,4 +1,4 @@
-"""Finds the operation that made the first NaN or Inf: runs a step again, one operation at a time.
+"""Finds the operation with the first NaN or Inf: runs a step again, one operation at a time.
 
 Slow, and only used after a guard has stopped the training. Loops are unrolled, so that the iteration is
 known; everything is computed eagerly, so that operands can be inspected.
@@ -24,11 +24,12 @@ from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, tag_in
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position
 from tailrace.program.tracing.tap_selection import full_name
+from tailrace.program.tracing.trace import Traced
 from tailrace.taps.frame import Block, Frame
 from tailrace.taps.resolver import Resolver
 
 INFEED = "infeed"
-"""The operation of a culprit if no operation made the bad value: the data were bad."""
+"""The operation of a culprit if the bad value was in the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Finder(Visitor[Any, Frame]):
         return outputs
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """Pass by pass."""
+        """Run it iteration by iteration."""
         consts, carry, xs = scan.split(inputs)
         order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
         kept: dict[int, list[Any]] = {}
@@ -179,7 +180,7 @@ class Finder(Visitor[Any, Frame]):
     def while_loop(
         self, loop: While, inputs: list[Any], around: Frame, here: Position
     ) -> list[Any]:
-        """Pass by pass."""
+        """Run it iteration by iteration."""
         tests, consts, carry = loop.split(inputs)
         while bool(self.run_inner(loop.condition, [*tests, *carry], around, here)[0]):
             carry = self.run_inner(loop.body, [*consts, *carry], around.inner(), here)
@@ -192,7 +193,7 @@ class Finder(Visitor[Any, Frame]):
         return self.run_inner(cond.branches[number], operands, around, here)
 
 
-def find_culprit(traced: Any, args: list[Any], frame: Frame) -> Finder:
+def find_culprit(traced: Traced, args: list[Any], frame: Frame) -> Finder:
     """Run a program eagerly on `args`, to find the first bad value and the bad tensors."""
     finder = Finder()
     finder.run(traced.jaxpr, traced.consts, args, frame)

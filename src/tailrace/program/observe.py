@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.counts import check_seed
+from tailrace.data.trees import Tree
+from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
@@ -35,7 +37,7 @@ def observe(
     *,
     seed: int = 0,
     observe_bytes: int = MOST_BYTES,
-    device: Any = None,
+    device: Device = None,
 ) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
@@ -87,7 +89,7 @@ class Observed:
         taps: list[Any],
         seed: int,
         observe_bytes: int,
-        device: Any = None,
+        device: Device = None,
     ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
         self._observe_bytes = observe_bytes
@@ -97,7 +99,7 @@ class Observed:
         self.calls = 0
         functools.update_wrapper(self, function, updated=())
 
-    def __call__(self, *args: Any) -> tuple[Any, Records]:
+    def __call__(self, *args: Tree) -> tuple[Any, Records]:
         """Run the function; returns its output and the records of this call."""
         on = self._device
         with contextlib.nullcontext() if on is None else jax.default_device(on):
@@ -121,13 +123,13 @@ class Observed:
         out = [jnp.asarray(value_of(known, var)) for var in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_structure, out), records
 
-    def tensors(self, *args: Any) -> Catalogue:
+    def tensors(self, *args: Tree) -> Catalogue:
         """The tensors of the function, for arguments like these."""
         traced, entries = self._trace(args)
         return look(traced, (), entries).catalogue
 
     def _trace(self, args: tuple[Any, ...]) -> tuple[Traced, list[Any]]:
-        def named(*args: Any) -> Any:
+        def named(*args: Tree) -> Any:
             return name_values("output", self._function(*name_values("input", args)))
 
         traced = trace_program(named, args)

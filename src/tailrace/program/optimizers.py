@@ -108,13 +108,13 @@ def gradient_accumulation(
         total = accumulation.add(state.accumulated, grads, count)
         zeros = jax.tree.map(jnp.zeros_like, total)
 
-        def apply(_: Any) -> Any:
+        def apply(_: object) -> Any:
             gradient = name_values("accumulated", total, "params")
             updates, inner = optimizer.update(gradient, state.inner, params, **extra)
             inner = jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), state.inner, inner)
             return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads), zeros, inner
 
-        def wait(_: Any) -> Any:
+        def wait(_: object) -> Any:
             return jax.tree.map(jnp.zeros_like, grads), total, state.inner
 
         updates, accumulated, inner = lax.cond(count == microbatches - 1, apply, wait, None)

@@ -88,6 +88,8 @@ class PrintOptions:
             return head + self._writer(values)(values[()])
         shown = self._edges(values.shape, bool(self._is_summarised(values)))
         kept = values[np.ix_(*([i for i in dim if i is not None] for dim in shown))]
+        # The width of a value follows from the shown ones: one large number in a part that is left out
+        # must not widen the others.
         write = self._writer(kept)
         return head + "\n".join(self._lines(values, shown, write, 0, len(head)))
 
@@ -145,6 +147,7 @@ class PrintOptions:
         for number, word in enumerate(words):
             last = number == len(words) - 1
             behind = self.close_bracket if last else self.separator
+            # Without the space after a separator, which a broken line does not have.
             too_long = len(line + word + behind.rstrip()) > self.max_line_width > 0
             if too_long and len(line) > start:
                 lines.append(line.rstrip())
@@ -152,6 +155,7 @@ class PrintOptions:
                 start = len(line)
             line += word + ("" if last else self.separator)
         lines.append(line + self.close_bracket)
+        # The first line was started with spaces in place of what the caller prints before it.
         return [lines[0][taken:], *lines[1:]]
 
     # -- one value ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def format_sentences(counts: np.ndarray) -> list[str]:
     >>> counts = np.zeros(258, int)
     >>> counts[127], counts[127 - 30] = 3, 1
     >>> print(format_sentences(counts)[0])
-    float16: 25.00 % would become zero, 0.00 % lose digits, 0.00 % lie beyond its largest value.
+    float16: 25.00 % would become zero, 0.00 % lose digits, 0.00 % exceed its largest value.
     """
     lines = []
     for name, shares in format_shares(counts).items():
@@ -41,8 +41,8 @@ def format_sentences(counts: np.ndarray) -> list[str]:
         )
         upper = f" ({most:.2f} % at most)" if f"{most:.2f}" != f"{beyond:.2f}" else ""
         lines.append(
-            f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % lie "
-            f"beyond its largest value{upper}."
+            f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % "
+            f"exceed its largest value{upper}."
         )
     return lines
 
@@ -57,6 +57,7 @@ def small_svg(counts: np.ndarray, width: int = 480, height: int = 120) -> str:
     there = np.flatnonzero(finite)
     if not len(there):
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+    # A picture for a notebook needs no axis: one format as a reference shows the scale.
     half = FORMATS[0]
     low, high = there[0] - BIAS - 1, there[-1] - BIAS + 2
     each = width / (high - low)

@@ -120,7 +120,7 @@ def _shares(form: NumberFormat, shares: np.ndarray, scale: int) -> np.ndarray:
     # The exponents of the values in each bin, lowest and highest, after scaling.
     low = np.arange(SUBNORMAL, INF_BIN) - _BIAS + scale
     high = low.copy()
-    low[SUBNORMAL] = _LEAST_FLOAT32 + scale
+    low[SUBNORMAL] = _LEAST_FLOAT32 + scale  # all subnormal values of float32 share one bin
     finite = shares[..., SUBNORMAL:INF_BIN]
     # Half of the smallest value: from there on a value is rounded up to it.
     survives = form.least_exponent - form.mantissa_bits - 1
@@ -129,6 +129,7 @@ def _shares(form: NumberFormat, shares: np.ndarray, scale: int) -> np.ndarray:
     def share(bins: np.ndarray) -> np.ndarray:
         return finite[..., bins].sum(axis=-1)
 
+    # Certain if the whole bin is beyond a limit, possible (`_most`) if some of its values may be.
     out = np.empty(shares.shape[:-1], SHARES)
     out["underflow"] = share(high < survives)
     out["underflow_most"] = share(low < survives)

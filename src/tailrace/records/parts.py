@@ -89,6 +89,7 @@ class Part:
         if valid is not None:
             made = np.asarray(valid)
             made = made.reshape(count, *made.shape[loops + several :])
+            # A row is kept if any of its layers took the branch; `ran` says which ones did.
             keep = made.reshape(count, -1).any(axis=1)
             ran = made if made.ndim > 1 else None
         # All periodic taps are observed at a common period; this one asked for some of those steps.
@@ -104,6 +105,7 @@ class Part:
         elif keep is None:  # a copy: the device's buffer is read-only and larger
             flat = jax.tree.map(np.array, flat)
         steps, microbatches, of_replica = tags
+        # A sum over an execution belongs to no microbatch.
         own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
         return Record(
             self.name,
@@ -119,12 +121,12 @@ class Part:
     def _tags(self, counts: tuple[int, ...], replicas: int) -> tuple[np.ndarray, ...]:
         """Step, microbatch and replica of each value, in order; shared by the tensors of a step."""
         made, start, stride = counts[0] if counts else 1, self.first_step, 1
-        if not counts and self.collected:
+        if not counts and self.collected:  # one value per execution has the tag of its last step
             start += self.steps - 1
         elif self.one.tap.period > 1 and self.period > 1:
             start, stride = start + self.period - 1 - start % self.period, self.period
         first, count = 0, math.prod(counts[1:])
-        if self.one.tap.mode is Mode.FINAL:
+        if self.one.tap.mode is Mode.FINAL:  # the last microbatch of the last step
             first, count = self.one.microbatches - 1, 1
         at = self.ends or range(start, start + stride * made, stride)
         return _grid(at, first, count, replicas)
@@ -147,5 +149,6 @@ def _filled(count: int, value: int) -> np.ndarray:
 
 
 def _for_reading(shared: np.ndarray) -> np.ndarray:
+    # Many records share one array of tags: a user who writes to it would change the others.
     shared.flags.writeable = False
     return shared

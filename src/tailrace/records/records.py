@@ -56,7 +56,7 @@ class Records(Mapping[Any, Record]):
             if isinstance(record, Part) and getattr(record.one.tap, "live", False):
                 if len(self._live) == MOST_LIVE:
                     note_once(
-                        f"Nobody reads trainer.records.stream(): {MOST_LIVE:,} live records wait, and "
+                        f"trainer.records.stream() is not read: {MOST_LIVE:,} live records wait, and "
                         f"the oldest are dropped from the stream. All of them are in trainer.records."
                     )
                 self._live.append(record)

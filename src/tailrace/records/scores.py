@@ -20,11 +20,11 @@ SPIKE_SCORE, SPIKE_WINDOW, SPIKE_LEAST = 8.0, 100, 20
 The defaults of `tr.on_spike`."""
 
 _AT_ONCE = 4096
-"""Of how many values the windows are compared at a time: they take memory."""
+"""The number of windows to compare at a time, which limits memory."""
 
 
 def robust_scores(values: Tree, among: Any = None, least: float = 0.0) -> np.ndarray:
-    """How many standard deviations each value is above the median; infinite where it is not finite.
+    """The distance of each value above the median, in deviations; infinite if it is not finite.
 
     Args:
         values: numbers.
@@ -44,13 +44,13 @@ def robust_scores(values: Tree, among: Any = None, least: float = 0.0) -> np.nda
 
 
 def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndarray:
-    """The score of each of a row of values among those before it.
+    """The score of each value among the values before it.
 
     Args:
         values: numbers.
-        before: what came before the first of them.
-        window: among how many.
-        least: with fewer than this before it, a value scores 0.
+        before: the values before the first of them.
+        window: the number of previous values to compare with.
+        least: with fewer previous values, a value scores 0.
 
     >>> moving_scores([1.0, 9.0, 1.1], [1.0, 1.1, 0.9, 1.05], window=4, least=4).round(1).tolist()
     [-0.3, 107.6, 0.7]
@@ -65,7 +65,7 @@ def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndar
         others = line[max(0, first + n - window) : first + n]
         if len(others) >= least:
             (scores[n],) = robust_scores([row[n]], among=others)
-    for start in range(whole, len(row), _AT_ONCE):  # in one pass: a tenth of the time
+    for start in range(whole, len(row), _AT_ONCE):  # all at once: a tenth of the time
         end = min(len(row), start + _AT_ONCE)
         near = sliding_window_view(line[first + start - window : first + end - 1], window)
         scores[start:end] = _deviations(row[start:end], near)
@@ -73,7 +73,7 @@ def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndar
 
 
 def _deviations(values: np.ndarray, others: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """Values above the median of others, in deviations; a row of others each, or one for all."""
+    """Distances above the median of others, in deviations; a row of others each, or one."""
     middle = np.median(others, axis=-1)
     spread = TO_DEVIATIONS * np.median(np.abs(others - middle[..., None]), axis=-1)
     least = max(least, float(np.finfo(np.float32).tiny))

@@ -1,4 +1,4 @@
-"""The interface between a training loop and whatever stores its results.
+"""The interface between a training loop and the storage of its results.
 
 This is all that the trainer knows of run directories; `tailrace.runs` implements it.
 """

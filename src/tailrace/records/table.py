@@ -38,7 +38,7 @@ def summary_table(named_arrays: Mapping[str, Any]) -> str:
 def print_summary(
     name: str, data: Mapping[str, Any] | None, epoch: int, file: TextIO | None = None
 ) -> None:
-    """Print what was observed in one epoch: shapes, then the table.
+    """Print the observed arrays of one epoch: shapes, then the table.
 
     Args:
         name: a heading, such as "Gradients callback".

@@ -61,7 +61,10 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         raise RunError(f"A run is a directory. '{where}' is a file.")
     path = directory / RUN_FILE
     if not os.path.lexists(path):
-        there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"
+        try:
+            there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"
+        except OSError as error:
+            there = f"cannot be looked at ({error.strerror})"
         raise RunError(
             f"'{where}' holds no run: it {there}. A run is written by tr.Trainer(..., run_dir=...)."
         )

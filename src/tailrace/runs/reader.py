@@ -18,6 +18,7 @@ from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
+from tailrace.runs.storage.attributes import unsealed
 from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -161,13 +162,13 @@ class Run:
         def read(name: str) -> np.ndarray:
             return read_rows(self.directory, "history", group, name, 0, count)
 
-        names = [str(name) for name in group.attrs["names"]]
+        names = [str(name) for name in unsealed(group.attrs)["names"]]
         arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
         if "loss" not in arrays:
             raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
         if len({array.shape for array in arrays.values()}) > 1 or arrays["loss"].ndim != 3:
             raise ValueError("its arrays are not of one shape [step, microbatch, replica]")
-        steps, weights = read("step"), read("weight") if "weight" in group else None
+        steps, weights = read("step"), read("weight") if self._has(group, "weight") else None
         if steps.ndim != 1 or (weights is not None and weights.shape != arrays["loss"].shape):
             raise ValueError("steps and weights do not fit the loss")
         history = History(int(steps[0]), *arrays["loss"].shape[1:])
@@ -197,7 +198,7 @@ class Run:
             group = self._root["executions"]
             return {
                 name: read_rows(self.directory, "executions", group, name, 0, count)
-                for name in (*EXECUTION, *(name for name in OPTIONAL if name in group))
+                for name in (*EXECUTION, *(name for name in OPTIONAL if self._has(group, name)))
             }
 
     @property
@@ -205,9 +206,18 @@ class Run:
         """The digest of each consumed element, [steps, microbatches, replicas]; None without any."""
         with describing(self.directory, "history"):
             count, group = self._counts["history"], self._root["history"]
-            if not count or "elements" not in group:
+            if not count or not self._has(group, "elements"):
                 return None
             return read_rows(self.directory, "history", group, "elements", 0, count)
+
+    def _has(self, group: Any, name: str) -> bool:
+        """Whether a table has an optional column; one without a readable description is damaged."""
+        if name in group:
+            return True
+        # Only of a run that has ended: a column that is being created has a folder before the rest.
+        if self.is_ended and (self.directory / group.path / name).exists():
+            raise ValueError(f"the description of {name} is missing, or cannot be read")
+        return False
 
     @property
     def interventions(self) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,6 +63,8 @@ class RunWriter:
         self._queue: WriteQueue | None = None
         self._taken_up: Mapping[str, Any] | None = None
         self._beside: dict[str, bytes] = {}
+        self._compiled: list[Mapping[str, Any]] = []
+        self._compiling = threading.Lock()
         with self._sentence("cannot be looked at"):
             if os.path.lexists(self.directory):
                 self._refuse_what_is_no_directory()
@@ -96,8 +99,18 @@ class RunWriter:
 
     def compilation(self, row: Mapping[str, Any]) -> None:
         """Store a compilation; if the directory cannot be written, `execution` reports it."""
-        with contextlib.suppress(OSError, RunError):
-            add_compilations(self._place, [row])
+        # A program that is compiled in a thread may be ready after its fit has ended. The directory is
+        # then released, and perhaps another process's: the row waits for the next fit.
+        with self._compiling:
+            self._compiled.append(row)
+            if self._queue is not None and self._queue.running:
+                self._put_compilations()
+
+    def _put_compilations(self) -> None:
+        rows, self._compiled = self._compiled, []
+        if rows:
+            with contextlib.suppress(OSError, RunError):
+                add_compilations(self._place, rows)
 
     def mark(self) -> Callable[[], dict[str, Any] | None]:
         """Mark the current end of the queue.
@@ -202,7 +215,10 @@ class RunWriter:
             # A fit that is taken up goes on: its records so far belong to it.
             self._tables.begin_fit()
         self._taken_up = None
-        self._queue = WriteQueue(_OpenRun(self._place, self._lock, self._tables, self._count_write))
+        with self._compiling:
+            self._put_compilations()
+            opened = _OpenRun(self._place, self._lock, self._tables, self._count_write)
+            self._queue = WriteQueue(opened)
         return self._queue
 
     def _created(self, info: Mapping[str, Any]) -> RunTables:
@@ -237,8 +253,9 @@ class RunWriter:
         return not counts["history"]
 
     def _end(self, queue: WriteQueue) -> None:
-        queue.end()
-        self._let_go()
+        with self._compiling:
+            queue.end()
+            self._let_go()
 
     def _let_go(self) -> None:
         self._lock.release()

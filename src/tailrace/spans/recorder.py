@@ -11,7 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
 
 LEAVE_S = 10.0
 """How long the end of a trace waits for executions that it saw start."""
@@ -79,7 +82,7 @@ class Recorder:
     Args:
         executions: the executions to record, counted from 0; None for all.
         profiler: a profiler of operations on the devices during some of them, if any; see
-            `tailrace.profiling.timeline.device_profiler`.
+            `tailrace.profiling.programs.device_operations`.
     """
 
     def __init__(self, executions: range | None = None, profiler: Any = None) -> None:
@@ -131,18 +134,18 @@ class Recorder:
             self.left_out += self._open
 
     def begin_execution(self) -> None:
-        """An execution is about to be prepared."""
+        """Called before an execution is prepared."""
         self._number += 1
         if self.executions is not None:
             self._open = self._number in self.executions
 
-    def dispatch(self, program: Any) -> None:
-        """It is about to be dispatched: it is compiled, and its elements are ready."""
+    def dispatch(self, program: jax.stages.Compiled) -> None:
+        """Called before it is dispatched: it is compiled, and its elements are ready."""
         if self._open and self.profiler is not None:
             self.profiler.before(program)
 
-    def dispatched(self, ticket: Any, made: Callable[..., Ran], started: int) -> None:
-        """It is in flight; `ticket` is ready when it has finished."""
+    def dispatched(self, ticket: jax.Array, made: Callable[..., Ran], started: int) -> None:
+        """Called after the dispatch; `ticket` is ready when the execution has finished."""
         if self._open:
             self._watch.add(ticket, made, started, self._number)
             if self.profiler is not None:
@@ -157,7 +160,7 @@ class _Watch:
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def add(self, ticket: Any, made: Callable[..., Ran], started: int, number: int) -> None:
+    def add(self, ticket: jax.Array, made: Callable[..., Ran], started: int, number: int) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tailrace-trace", daemon=True)
             self._thread.start()

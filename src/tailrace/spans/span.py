@@ -12,11 +12,14 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import OptionError
 from tailrace.spans import recorder
 from tailrace.spans.recorder import Ran, Recorder
+
+if TYPE_CHECKING:
+    import jax
 
 
 class _Nothing:
@@ -108,7 +111,7 @@ def counter(name: str, value: Any) -> None:
 
 
 @contextmanager
-def waiting_for(ticket: Any, name: str) -> Iterator[None]:
+def waiting_for(ticket: jax.Array, name: str) -> Iterator[None]:
     """With an open trace: a span until an array is ready, then one for its use.
 
     Copying results waits for them first; only a separate wait shows how long the copy itself took.
@@ -131,15 +134,22 @@ class Execution:
         for each in self._recorders:
             each.begin_execution()
 
-    def dispatch(self, program: Any) -> None:
-        """Everything is ready; `program` is called next."""
+    def dispatch(self, program: jax.stages.Compiled) -> None:
+        """Called when everything is ready, before `program` is called."""
         for each in self._recorders:
             each.dispatch(program)
         if self._recorders:
             self._started = time.perf_counter_ns()
 
-    def dispatched(self, ticket: Any, first_step: int, steps: int, program: Any, plan: Any) -> None:
-        """It was called; `ticket` is ready when it has finished."""
+    def dispatched(
+        self,
+        ticket: jax.Array,
+        first_step: int,
+        steps: int,
+        program: jax.stages.Compiled,
+        plan: Any,
+    ) -> None:
+        """Called after that; `ticket` is ready when the execution has finished."""
         for each in self._recorders:
             made = functools.partial(
                 Ran, first_step=first_step, steps=steps, program=program, plan=plan

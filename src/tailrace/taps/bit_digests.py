@@ -16,13 +16,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from tailrace.data.array_like import TensorLike
 
 _INDEX = (0x9E3779B1, 0x1B873593)
 _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
@@ -30,6 +32,12 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
 
 SMALL = 16_384
 """Tensors of at most this many words are digested together: one kernel each would cost more."""
+
+Digest = tuple[jax.Array, jax.Array]
+"""The low and the high word."""
+
+Words = TypeVar("Words", jax.Array, np.ndarray)
+"""Words on a device or on the host: both sides mix them by the same code."""
 
 WORDS = 2
 """The number of 32-bit words of a digest on a device."""
@@ -45,7 +53,9 @@ def seeds(name: str) -> tuple[int, int]:
 # -- on a device --------------------------------------------------------------------------------
 
 
-def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> Any:
+def digest(
+    value: TensorLike, name: str, first: jax.Array | int = 0, size: int | None = None
+) -> jax.Array:
     """The digest of a tensor, uint32[2], in a program.
 
     Args:
@@ -66,7 +76,9 @@ def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> An
     return _summed(low, high, (0,))
 
 
-def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]) -> Any:
+def digest_many(
+    values: Sequence[jax.Array], names: Sequence[str], sizes: Sequence[int | None]
+) -> jax.Array:
     """The digests of tensors, uint32[tensors, 2], in a program; small ones of similar size together.
 
     Args:
@@ -75,7 +87,7 @@ def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int
         sizes: the number of values of each tensor without padding; None for all.
     """
     found: list[Any] = [None] * len(values)
-    together: dict[int, list[tuple[int, Any, int]]] = {}
+    together: dict[int, list[tuple[int, jax.Array, int]]] = {}
     for number, (value, name, size) in enumerate(zip(values, names, sizes, strict=True)):
         words = bits_of(value).reshape(-1)
         if not 0 < words.size <= SMALL:
@@ -97,7 +109,7 @@ def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int
     return jnp.stack(found)
 
 
-def digest_rows(value: Any, name: str, dims: int) -> Any:
+def digest_rows(value: jax.Array, name: str, dims: int) -> jax.Array:
     """The digest of each entry along the first `dims` dims: uint32[..., 2], in a program.
 
     The two words are summed separately, modulo 2^32, without carry. On a CPU, where digests of the
@@ -110,12 +122,12 @@ def digest_rows(value: Any, name: str, dims: int) -> Any:
     return jnp.stack([word.sum(axis=dims, dtype=jnp.uint32) for word in both], axis=-1)
 
 
-def total(digests: Any) -> Any:
+def total(digests: jax.Array) -> jax.Array:
     """The sum of digests along the first dim, in a program."""
     return _summed(digests[..., 0], digests[..., 1], (0,))
 
 
-def bits_of(value: Any) -> Any:
+def bits_of(value: jax.Array) -> jax.Array:
     """The bits of each value as 32-bit words; a 64-bit value is two of them, low first."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -129,12 +141,12 @@ def bits_of(value: Any) -> Any:
     return words.astype(jnp.uint32)
 
 
-def _summed(low: Any, high: Any, axes: tuple[int, ...]) -> Any:
+def _summed(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     zero = jnp.uint32(0)
     return jnp.stack(lax.reduce((low, high), (zero, zero), _add, axes), axis=-1)
 
 
-def _add(one: Any, other: Any) -> tuple[Any, Any]:
+def _add(one: Digest, other: Digest) -> Digest:
     low = one[0] + other[0]
     return low, one[1] + other[1] + (low < one[0]).astype(jnp.uint32)
 
@@ -142,7 +154,9 @@ def _add(one: Any, other: Any) -> tuple[Any, Any]:
 # -- on both sides ------------------------------------------------------------------------------
 
 
-def _mixed(words: Any, index: Any, seeds: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
+def _mixed(
+    words: Words, index: Words, seeds: tuple[Any, Any], word: Callable[[Any], Any]
+) -> tuple[Words, Words]:
     """Low and high word of the mix of each value."""
     first, second = (word(seed) for seed in seeds)
     low = _spread(words ^ (index * word(_INDEX[0]) + first), word)
@@ -152,7 +166,7 @@ def _mixed(words: Any, index: Any, seeds: tuple[Any, Any], word: Any) -> tuple[A
     return low, high ^ (high >> word(13))
 
 
-def _spread(h: Any, word: Any) -> Any:
+def _spread(h: Words, word: Callable[[Any], Any]) -> Words:
     """The finalizer of MurmurHash3: every output bit depends on every input bit."""
     h = h ^ (h >> word(16))
     h = h * word(_MIX[0])
@@ -191,7 +205,7 @@ def host_row_digest(value: object, name: str) -> int:
     return sums[0] | sums[1] << 32
 
 
-def joined(words: Any) -> np.ndarray:
+def joined(words: jax.Array | np.ndarray) -> np.ndarray:
     """Digests from a device, uint32[..., 2], as 64-bit integers."""
     array = np.asarray(words).astype(np.uint64)
     return array[..., 0] | (array[..., 1] << np.uint64(32))

@@ -1,7 +1,6 @@
 """The catalogue: every tensor of a step by name, with shape, dtype and source line."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -11,16 +10,20 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import SelectionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import shown
 
-Select = Any
+Select: TypeAlias = (
+    "str | re.Pattern[str] | Callable[[Entry], bool] | Sequence[Select] | AbstractSet[Select]"
+)
 """A selection of tensors: a glob, a compiled regex, a predicate on entries, or a list of these."""
 
 
@@ -29,12 +32,12 @@ class Entry:
     """One tensor of a step.
 
     Attributes:
-        name: by the contract, such as "grad/dense/kernel" or "activation/dense:add".
+        name: its name, such as "grad/dense/kernel" or "activation/dense:add".
         kind: the first part of the name.
         shape: the shape of one value: of one microbatch on one replica. A tensor in a scanned stack of
             layers has a leading layer dim.
         dtype: its dtype.
-        stage: the pipeline stage it lives in; -1 without a pipeline.
+        stage: its pipeline stage; -1 without a pipeline.
         source: `file:line` of the user's code it comes from; empty if there is none.
         position: the position of its equation in the program.
         output: the index of the result of that equation.
@@ -45,7 +48,7 @@ class Entry:
     name: str
     kind: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     stage: int = -1
     source: str = ""
     position: Position = dataclasses.field(default=(), repr=False)
@@ -59,7 +62,7 @@ class Entry:
 
 
 LISTED = " All names: "
-"""What begins the last sentence of a refused selection."""
+"""The start of the last sentence of the error for a selection that matches nothing."""
 
 MOST_SHOWN = 30
 """The number of tensors that `repr` of a catalogue shows."""
@@ -69,6 +72,7 @@ class Catalogue(Sequence[Entry]):
     """The tensors of a step; prints as a table.
 
     >>> import numpy as np
+    >>> from tailrace.taps.catalogue import Catalogue, Entry
     >>> c = Catalogue([Entry("grad/w", "grad", (3, 2), np.dtype("float32"), source="model.py:7")])
     >>> print(c)
     name    shape  dtype    source
@@ -121,7 +125,7 @@ class Catalogue(Sequence[Entry]):
         return [entry.name for entry in sorted(used, key=lambda entry: entry.use)]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The catalogue as plain data, one dictionary a tensor."""
+        """The catalogue as plain data, one dictionary per tensor."""
         return [
             {
                 "name": e.name,
@@ -138,13 +142,16 @@ class Catalogue(Sequence[Entry]):
         """The catalogue as JSON: a list of objects."""
         return json.dumps(self.to_rows(), indent=1)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int | str) -> Entry: ...
+    @overload
+    def __getitem__(self, key: slice) -> Catalogue: ...
+    def __getitem__(self, key: int | str | slice) -> Entry | Catalogue:
         if isinstance(key, str):
             if key not in self._by_name:
                 raise SelectionError(self._unmatched(key))
             return self._by_name[key]
-        found = self._entries[key]
-        return Catalogue(found) if isinstance(key, slice) else found
+        return Catalogue(self._entries[key]) if isinstance(key, slice) else self._entries[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_name if isinstance(key, str) else key in self._entries
@@ -211,7 +218,7 @@ class Catalogue(Sequence[Entry]):
 
 @contextlib.contextmanager
 def names_listed_by(where: str) -> Generator[None]:
-    """Say in a refused selection where its user finds all names."""
+    """Add to the error for a selection that matches nothing where all names are listed."""
     try:
         yield
     except SelectionError as error:
@@ -220,7 +227,7 @@ def names_listed_by(where: str) -> Generator[None]:
 
 
 def check_selection(select: Select) -> None:
-    """Refuse a value that is no selection when it is given, not when it is first used."""
+    """Refuse an invalid selection when it is given, not when it is first used."""
     if isinstance(select, list | tuple | set):
         for part in select:
             check_selection(part)
@@ -244,6 +251,7 @@ def matches(select: Select, entry: Entry) -> bool:
     if isinstance(select, list | tuple | set):
         return any(matches(part, entry) for part in select)
     check_selection(select)
+    assert callable(select)
     return bool(select(entry))
 
 

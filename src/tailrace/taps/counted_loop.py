@@ -31,17 +31,18 @@ from jax import lax
 
 from tailrace.data.trees import Tree
 from tailrace.jaxprs import internals
-from tailrace.taps.frame import Emissions, Trip
+from tailrace.taps.frame import Emissions, Emitted, Trip
 
-OnePass = Callable[[Any, Any, bool], Any]
+OnePass = Callable[[Tree, Tree, bool], Any]
+"""Takes the carry, one row of `xs`, and whether to observe; returns the carry and `(ys, emissions)`."""
 
 
 def run_counted(
-    one_pass: OnePass, init: Any, xs: Any, room: int, trip: Trip, period: int, observing: bool
-) -> tuple[Any, Any, Any, Any]:
+    one_pass: OnePass, init: Tree, xs: Tree, room: int, trip: Trip, period: int, observing: bool
+) -> tuple[Tree, Tree, Emitted, Emitted]:
     """Run the first `trip.count` of `room` iterations: carry, ys, emissions of each, and of looks."""
 
-    def at(index: Any) -> Any:
+    def at(index: jax.Array) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
 
     start = jnp.int32(0)
@@ -52,7 +53,7 @@ def run_counted(
     _, (ys, each) = form
     kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, each))
 
-    def silent(state: Tree) -> Any:
+    def silent(state: Tree) -> Tree:
         index, carry, kept = state
         carry, made = quiet(carry, index)
         return index + 1, carry, _put(kept, made, index)
@@ -72,7 +73,7 @@ def run_counted(
         if key not in each
     )
 
-    def look(state: Tree) -> Any:
+    def look(state: Tree) -> Tree:
         index, number, carry, kept, looks = state
         carry, (ys, emitted) = loud(carry, index)
         always = Emissions((key, emitted[key]) for key in each)
@@ -80,7 +81,7 @@ def run_counted(
         kept, looks = _put(kept, (ys, always), index), _put(looks, now, number)
         return index + 1, number + 1, carry, kept, looks
 
-    def group(state: Tree) -> Any:
+    def group(state: Tree) -> Tree:
         index, number, carry, kept, looks = state
         # Looks are at fixed steps of the training, not of this execution: an execution may start in the
         # middle of a period.
@@ -90,7 +91,8 @@ def run_counted(
             lambda state: state[0] < stop, silent, (index, carry, kept)
         )
         state = (index, number, carry, kept, looks)
-        # The count may end before the next look. One branch per period costs nothing noticeable.
+        # The count may end before the next look. One branch per period costs little, and less than a
+        # loop of one pass or none (GPT-2 small on an H200: 0.26 and 0.37 ms a step at every(10)).
         return lax.cond(index < trip.count, look, lambda state: state, state)
 
     _, _, carry, (ys, each), looks = lax.while_loop(
@@ -114,24 +116,24 @@ def looks_between(first: int, count: int, period: int) -> range:
     return range(start, first + count, period)
 
 
-def zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
+def zeros(shape: jax.ShapeDtypeStruct, lead: tuple[Any, ...] = ()) -> jax.Array:
     """Zeros of a shape, with additional leading dims."""
     return jnp.zeros((*lead, *shape.shape), shape.dtype)
 
 
-def _put(buffers: Tree, rows: Any, index: Any) -> Any:
+def _put(buffers: Tree, rows: Tree, index: jax.Array) -> Tree:
     return jax.tree.map(
         lambda buffer, row: lax.dynamic_update_index_in_dim(buffer, row, index, 0), buffers, rows
     )
 
 
-def traced_once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+def traced_once(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., Tree], Tree]:
     """Trace a function once: a function that emits the traced program, and the result's shapes."""
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
     run = internals.jaxpr_as_fun(closed)
     structure = jax.tree.structure(form)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Tree) -> Tree:
         return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
     return call, form

@@ -13,8 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
+
 Emissions = OrderedDict
 """Values by key. Not a plain dict: JAX sorts the keys of one, and queues have no order."""
+
+Scalar = jax.Array | int
+"""A number that may be known only at run time."""
 
 
 class Emission(NamedTuple):
@@ -24,8 +29,12 @@ class Emission(NamedTuple):
     (loop) dims. A value inside a branch or a while loop has it.
     """
 
-    value: Any
-    valid: Any = None
+    value: Tree
+    valid: jax.Array | None = None
+
+
+Emitted = Emissions[Any, Emission]
+"""The emissions of a part of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +47,9 @@ class Ambient:
         replica: the index of this replica.
     """
 
-    key: Any
-    first_step: Any
-    replica: Any
+    key: jax.Array
+    first_step: Scalar
+    replica: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +61,8 @@ class Trip:
         first: the step of its first iteration, which determines the steps that periodic taps observe.
     """
 
-    count: Any
-    first: Any
+    count: jax.Array
+    first: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +70,21 @@ class Counter:
     """A Tailrace loop that is being emitted: its length and its counter."""
 
     length: int | None
-    value: Any
+    value: jax.Array
 
 
 @dataclasses.dataclass
 class Block:
     """Elements of one infeed, stacked along the first dim, and the number taken so far."""
 
-    leaves: tuple[Any, ...]
-    position: Any = 0
+    leaves: tuple[jax.Array, ...]
+    position: Scalar = 0
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[jax.Array]:
         """The next element."""
         return [leaf[0] for leaf in self.take_many(1)]
 
-    def take_many(self, count: int) -> tuple[Any, ...]:
+    def take_many(self, count: int) -> tuple[jax.Array, ...]:
         """The next `count` elements, still stacked."""
         start, self.position = self.position, self.position + count
         if isinstance(start, int):
@@ -103,11 +112,11 @@ class Frame:
     ambient: Ambient
     blocks: dict[Any, Block] = dataclasses.field(default_factory=dict)
     counters: tuple[Counter, ...] = ()
-    steps_before: Any = 0
+    steps_before: Scalar = 0
     replaying: bool = False
     observing: bool = True
     trip: Trip | None = None
-    emitted: Emissions[Hashable, Emission] = dataclasses.field(default_factory=Emissions)
+    emitted: Emitted = dataclasses.field(default_factory=Emissions)
     rows: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def inner(self, blocks: dict[Any, Block] | None = None, **changes: Any) -> Frame:
@@ -115,29 +124,29 @@ class Frame:
         blocks = self.blocks if blocks is None else blocks
         return dataclasses.replace(self, blocks=blocks, emitted=Emissions(), **changes)
 
-    def emit(self, key: Hashable, value: object, valid: Any = None) -> None:
+    def emit(self, key: Hashable, value: Tree, valid: jax.Array | None = None) -> None:
         """Emit a value under `key`."""
         self.emitted[key] = Emission(value, valid)
 
-    def take(self, each: Any, looks: Any, once: Any, period: int) -> None:
+    def take(self, each: Emitted, looks: Emitted, once: Emitted, period: int) -> None:
         """Add the emissions of an inner loop: one row per iteration, one per look, and without rows."""
         self.emitted.update(each | looks | once)
         if self.trip is not None and not self.counters:
             self.rows.update(dict.fromkeys(each, 1) | dict.fromkeys(looks, period))
 
-    def step(self) -> Any:
+    def step(self) -> jax.Array:
         """The index of the step: the execution's first step plus the outermost loop's counter."""
         first = jnp.asarray(self.ambient.first_step + self.steps_before, jnp.int32)
         return first + self.counters[0].value if self.counters else first
 
-    def microbatch(self) -> Any:
+    def microbatch(self) -> jax.Array:
         """The index of the microbatch in its step, from the counters of the inner loops."""
-        number: Any = jnp.int32(0)
+        number = jnp.int32(0)
         for counter in self.counters[1:]:
             number = number * (counter.length or 1) + counter.value
         return number
 
-    def fold_key(self, call: int) -> Any:
+    def fold_key(self, call: int) -> jax.Array:
         """The random key of one call of `tr.key()`; independent of the schedule."""
         key = self.ambient.key
         for number in (self.step(), self.microbatch(), self.ambient.replica, call):

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.data.trees import Tree
-from tailrace.taps.counted_loop import run_counted, traced_once, zeros
-from tailrace.taps.frame import Emission, Emissions, Trip
+from tailrace.taps.counted_loop import OnePass, run_counted, traced_once, zeros
+from tailrace.taps.frame import Emission, Emissions, Emitted, Trip
 
 
 class Ran(NamedTuple):
@@ -38,14 +38,14 @@ class Ran(NamedTuple):
         once: emissions with a single value.
     """
 
-    carry: Any
-    ys: Any
-    each: Emissions[Any, Emission]
-    looks: Emissions[Any, Emission]
-    once: Emissions[Any, Emission]
+    carry: Tree
+    ys: Tree
+    each: Emitted
+    looks: Emitted
+    once: Emitted
 
     @property
-    def emitted(self) -> Emissions[Any, Emission]:
+    def emitted(self) -> Emitted:
         """All emissions."""
         return self.each | self.looks | self.once
 
@@ -63,7 +63,7 @@ class Passes:
         trip: the length of the loop, if it is data.
     """
 
-    one_pass: Callable[[Any, Any, bool], Any]
+    one_pass: OnePass
     reverse: bool
     unroll: int
     length: int
@@ -74,7 +74,7 @@ class Passes:
         """Keep a single value, not one per iteration, of the emissions named in `collect`."""
         return dataclasses.replace(self, collect=collect)
 
-    def run(self, init: Any, xs: Any, period: int, observing: bool) -> Ran:
+    def run(self, init: Tree, xs: Tree, period: int, observing: bool) -> Ran:
         """Emit all iterations; periodic values come from the last of every `period` of them."""
         if self.collect is None:
             return self._all(self.one_pass, init, xs, period, observing)
@@ -86,7 +86,7 @@ class Passes:
         )
         kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
 
-        def one_pass(carry: Tree, x: object, looks: bool) -> Any:
+        def one_pass(carry: Tree, x: Tree, looks: bool) -> Any:
             carry, kept = carry
             # The trace above is of an iteration with `observing`; the other kind is traced here.
             made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
@@ -101,13 +101,13 @@ class Passes:
         carry, kept = ran.carry
         return ran._replace(carry=carry, once=kept)
 
-    def _all(self, one_pass: Any, init: Any, xs: Any, period: int, observing: bool) -> Ran:
+    def _all(self, one_pass: OnePass, init: Tree, xs: Tree, period: int, observing: bool) -> Ran:
         if self.trip is not None:
             assert not self.reverse, "a loop over steps runs forwards"
             found = run_counted(one_pass, init, xs, self.length, self.trip, period, observing)
             return Ran(*found, Emissions())
 
-        def scan(body: Any, carry: Tree, xs: Any, length: int) -> Any:
+        def scan(body: Callable[[Tree, Tree], Any], carry: Tree, xs: Tree, length: int) -> Any:
             return lax.scan(
                 body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
             )
@@ -122,7 +122,7 @@ class Passes:
         assert not rest, "the caller cuts loops into multiples of the period"
         grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
 
-        def group(carry: Tree, x: object) -> Any:
+        def group(carry: Tree, x: Tree) -> Any:
             silent = jax.tree.map(lambda x: x[:-1], x)
             carry, (ys, emitted) = scan(
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1
@@ -137,10 +137,10 @@ class Passes:
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
 
 
-def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
+def skipping(one_pass: OnePass, is_good: Callable[[Emitted], jax.Array]) -> OnePass:
     """An iteration that leaves the carry unchanged if its emissions are not good."""
 
-    def run(before: Any, x: object, observing: bool) -> Any:
+    def run(before: Tree, x: Tree, observing: bool) -> Any:
         after, (ys, emitted) = one_pass(before, x, observing)
         # Without the barrier, XLA would fuse the select with the update and round the update
         # differently from a program without a guard. Both must give the same bits.
@@ -152,11 +152,11 @@ def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Cal
     return run
 
 
-def _append(many: Any, one: object) -> Any:
+def _append(many: Tree, one: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
 
 
-def _first(x: Any) -> Any:
+def _first(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
@@ -164,19 +164,21 @@ def collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emis
     """Combine a value over two iterations: their sum, or the later one in which it was computed."""
     if ours and key[0].collect == "sum":
         return jax.tree.map(jnp.add, old, new)
-    if new.valid is None:
+    made = new.valid
+    if made is None:
         return new
+    assert old.valid is not None, "a loop carries emissions of one form"
     return Emission(
-        jax.tree.map(lambda o, n: jnp.where(like(new.valid, n), n, o), old.value, new.value),
-        jnp.logical_or(old.valid, new.valid),
+        jax.tree.map(lambda o, n: jnp.where(like(made, n), n, o), old.value, new.value),
+        jnp.logical_or(old.valid, made),
     )
 
 
-def like(made: Any, value: Any) -> Any:
+def like(made: jax.Array, value: jax.Array) -> jax.Array:
     """Flags over the leading dims of a value, reshaped so that they broadcast over the others."""
     return made.reshape(made.shape + (1,) * (value.ndim - made.ndim))
 
 
-def both(made: Any, valid: Any) -> Any:
+def both(made: jax.Array, valid: jax.Array) -> jax.Array:
     """The conjunction of flags over the leading dims and flags over more of them."""
     return jnp.logical_and(like(made, valid), valid)

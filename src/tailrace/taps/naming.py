@@ -16,9 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import Call, Scan, While, control
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Var
 from tailrace.jaxprs.operations import call_name
 from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, is_mark
 from tailrace.jaxprs.stretches import is_float, used_by
@@ -54,7 +55,7 @@ class Namer:
 
     def entries(self, jaxpr: Jaxpr) -> list[Entry]:
         """An entry for each value: `activation/<scope>` and `activation/<scope>:<operation>`."""
-        results = {var for var in jaxpr.outvars if isinstance(var, Var)}
+        results: set[Atom] = {var for var in jaxpr.outvars if isinstance(var, Var)}
         found = list(self._walk(jaxpr, (), (), "", (), results))
         # Scopes are listed after the operations in them; users read a catalogue in the order of the
         # program.
@@ -67,7 +68,7 @@ class Namer:
         around: tuple[Scope, ...],
         called: str,
         layers: tuple[int, ...],
-        results: set[Any],
+        results: set[Atom],
     ) -> Iterator[Entry]:
         program = _Program(jaxpr, position, self.forward_only)
         for index, eqn in enumerate(jaxpr.eqns):
@@ -96,12 +97,12 @@ class Namer:
         found = control(eqn)
         if found is None or (isinstance(found, Call) and found.is_custom and not self.enter_custom):
             return
-        # A condition computes whether to go on, and nothing that a model would be observed for.
+        # A condition only computes whether to continue, which is not worth observing.
         inside = (found.body,) if isinstance(found, While) else found.inside
         for inner in inside:
             if isinstance(found, Scan):
-                # A Tailrace loop makes many values of one name; a user's scan one value with a layer
-                # dim.
+                # A Tailrace loop has many values of one name; a user's scan has one value with a
+                # layer dim.
                 length = None if loop_tag(inner.jaxpr) else found.length
                 yield inner.number, inner.jaxpr, length, found.num_carry
             else:
@@ -125,12 +126,12 @@ class Namer:
         program: _Program,
         around: tuple[Scope, ...],
         layers: tuple[int, ...],
-        results: set[Any],
+        results: set[Atom],
     ) -> Iterator[Entry]:
         """For each scope opened in this program: the float values that are used outside it."""
         for chain, indices in program.scopes.items():
             inside = set(indices)
-            leaving: list[Any] = [
+            leaving: list[Var] = [
                 var
                 for index in indices
                 if not _is_no_value(eqn := program.jaxpr.eqns[index])
@@ -139,13 +140,13 @@ class Namer:
                 and (var in results or any(u not in inside for u in program.users.get(var, ())))
             ]
             scope = self._scope_name((*around, *chain))
-            alike = Counter(var.aval.shape for var in leaving)
+            alike = Counter(_form(var)[0] for var in leaving)
             for number, var in enumerate(leaving):
                 name = scope if len(leaving) == 1 else f"{scope}[{number}]"
                 shown = self._unique(f"activation/{name}")
                 yield self._entry(shown, *program.place(var), var, layers)
                 # If two values could be meant, neither is listed: better none than the wrong one.
-                if self.forward_only and alike[var.aval.shape] == 1:
+                if self.forward_only and alike[_form(var)[0]] == 1:
                     for back in program.gradient_of(var, chain):
                         entry = self._entry(f"cotangent/{name}", *program.place(back), back, layers)
                         yield dataclasses.replace(entry, kind="cotangent")
@@ -156,13 +157,19 @@ class Namer:
         eqn: JaxprEqn,
         here: Position,
         output: int,
-        var: Any,
+        var: Var,
         layers: tuple[int, ...],
     ) -> Entry:
-        shape = (*layers, *var.aval.shape)
+        shape, dtype = _form(var)
         source = internals.user_frame(eqn)
         return Entry(
-            name, "activation", shape, var.aval.dtype, source=source, position=here, output=output
+            name,
+            "activation",
+            (*layers, *shape),
+            dtype,
+            source=source,
+            position=here,
+            output=output,
         )
 
     def _scope_name(self, scopes: Sequence[Scope]) -> str:
@@ -203,11 +210,11 @@ class _Program:
         self.jaxpr, self._position = jaxpr, position
         self.chains = [_chain(eqn, position) for eqn in jaxpr.eqns]
         self.backward = [forward_only and internals.is_backward(eqn) for eqn in jaxpr.eqns]
-        self.users: dict[Any, list[int]] = {}
+        self.users: dict[Atom, list[int]] = {}
         self.scopes: dict[tuple[Scope, ...], list[int]] = {}
         self._backward_scopes: dict[tuple[Scope, ...], list[int]] = {}
-        self._made: dict[Any, tuple[int, int]] = {}
-        self._entering: dict[tuple[Scope, ...], list[Any]] = {}
+        self._made: dict[Var, tuple[int, int]] = {}
+        self._entering: dict[tuple[Scope, ...], list[Var]] = {}
         for index, (eqn, chain) in enumerate(zip(jaxpr.eqns, self.chains, strict=True)):
             self._made.update((var, (index, output)) for output, var in enumerate(eqn.outvars))
             # JAX keeps the scopes of the forward pass in the backward pass: this is how the two are
@@ -224,7 +231,7 @@ class _Program:
         index, output = self._made[var]
         return self.jaxpr.eqns[index], (*self._position, index), output
 
-    def gradient_of(self, value: Any, scope: tuple[Scope, ...]) -> list[Any]:
+    def gradient_of(self, value: Var, scope: tuple[Scope, ...]) -> list[Var]:
         """The gradient of a value that leaves a scope, from the backward pass; empty if ambiguous.
 
         It is the value that enters the backward equations of that scope from outside.
@@ -235,7 +242,7 @@ class _Program:
         entering = [var for var in self._entering[scope] if _form(var) == _form(value)]
         return entering if len(entering) == 1 else []
 
-    def _entered(self, indices: list[int]) -> list[Any]:
+    def _entered(self, indices: list[int]) -> list[Var]:
         """Variables of the backward pass that these equations use and other ones define."""
         inside = set(indices)
         return [
@@ -247,8 +254,9 @@ class _Program:
         ]
 
 
-def _form(var: Any) -> tuple[Any, Any]:
-    return var.aval.shape, var.aval.dtype
+def _form(var: Var) -> tuple[tuple[int, ...], DTypeLike]:
+    aval: Any = var.aval  # of an array: others have no entry
+    return aval.shape, aval.dtype
 
 
 def _is_no_value(eqn: JaxprEqn) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.visitor import Emitter
@@ -37,15 +38,15 @@ def with_cotangents(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def probed(
-    function: Callable[..., Any], wants: Callable[[Entry], bool], found: list[Entry]
-) -> Callable[..., Any]:
+    function: Callable[..., Tree], wants: Callable[[Entry], bool], found: list[Entry]
+) -> Callable[..., Tree]:
     """`function` with marks on the values that `wants` accepts; all entries are added to `found`."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(args)
         form: list[Any] = []
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
             out, out_structure = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
             form[:] = [out_structure]
             return out

@@ -5,8 +5,7 @@ and packed into one array; one reduction over it yields a few numbers per row, a
 rows of a tensor. So a step pays for one or two kernels, however many tensors it observes.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from tailrace.devices import devices
+from tailrace.taps import gpu_kernels
 
 ROW = 1024
 """Values per row of the packed array on a CPU: short rows suit its caches."""
@@ -62,14 +62,14 @@ SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
 """Bins of a histogram: 1..254 are binary exponents (biased by 127), the others special values."""
 
 
-def norm(value: jax.Array) -> Any:
+def norm(value: jax.Array) -> jax.Array:
     """The Euclidean norm of all values, computed in float32."""
     wide = _wide(value)
     # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
     return jnp.sqrt(_total(wide * wide))
 
 
-def all_finite(values: Sequence[Any]) -> Any:
+def all_finite(values: Sequence[jax.Array]) -> jax.Array:
     """Whether all values of several tensors are finite.
 
     Zero times a value is zero, or NaN if the value is not finite, and summing that is the fastest test:
@@ -78,15 +78,20 @@ def all_finite(values: Sequence[Any]) -> Any:
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all small ones; a large one, concatenated, would be read unaligned
-        flat = [jnp.ravel(_wide(value)) for value in values]
-        small = [value for value in flat if value.size < LARGE]
-        parts = [value for value in flat if value.size >= LARGE]
-        parts += [jnp.concatenate(small)] if small else []
-        nought = sum((part * 0).sum() for part in parts)
+        small = [jnp.ravel(_wide(value)) for value in values if value.size < LARGE]
+        nought = sum((_large_nought(value) for value in values if value.size >= LARGE), 0.0)
+        nought += (jnp.concatenate(small) * 0).sum() if small else 0.0
     return jnp.isfinite(nought)
 
 
-def _nought(flat: Any) -> Any:
+def _large_nought(value: jax.Array) -> jax.Array:
+    """`_nought` of a tensor that has its own kernel."""
+    if gpu_kernels.usable(value):
+        return gpu_kernels.nought(jnp.ravel(value))
+    return (_wide(value) * 0).sum()
+
+
+def _nought(flat: jax.Array) -> jax.Array:
     """Zero if all values are finite, else NaN."""
     even = flat.size - flat.size % FACTORS
     rest = (flat[even:] * 0).sum()
@@ -97,7 +102,7 @@ def _nought(flat: Any) -> Any:
     return (flat[:even].reshape(-1, FACTORS) @ noughts).sum() + rest
 
 
-def _total(value: jax.Array) -> Any:
+def _total(value: jax.Array) -> jax.Array:
     """The sum of all values.
 
     On a CPU, XLA reduces to a scalar one value at a time, on one core. Eight parallel sums take a
@@ -110,7 +115,7 @@ def _total(value: jax.Array) -> Any:
     return total if even == value.size else total + flat[even:].sum()
 
 
-def histogram(value: jax.Array) -> Any:
+def histogram(value: jax.Array) -> jax.Array:
     """Counts by binary exponent, without a logarithm: the exponent is read from the bits."""
     bits = lax.bitcast_convert_type(jnp.ravel(value).astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) & 0xFF
@@ -127,7 +132,7 @@ def histogram(value: jax.Array) -> Any:
 # -- statistics ---------------------------------------------------------------------------------
 
 
-def pack_statistics(values: Sequence[Any]) -> Any:
+def pack_statistics(values: Sequence[jax.Array]) -> jax.Array:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     if devices.platform() != "cpu":
         return jnp.stack(_joined(values), axis=1)
@@ -148,39 +153,39 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     )
 
 
-def _joined(values: Sequence[Any]) -> list[Any]:
+def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
     """Partial statistics on an accelerator: eight arrays with one number per returned row.
 
-    A large tensor is reduced in place by its own kernel: packing would copy it. Small tensors, and the
-    ends of large tensors that fill no row, are packed. Then the rows of all tensors are merged at once.
+    A large tensor is reduced in place by its own kernel (`gpu_kernels`): packing would copy it. Small
+    tensors, and ends of large tensors that fill no row, are packed. Then the rows of all tensors are
+    merged at once.
     """
-    blocks: list[Any] = [None]  # rows to reduce: the packed ones first, then those of large tensors
+    found: list[Any] = [None]  # the statistics of each block: packed rows first, then large tensors
     counts = [np.zeros(0, np.int32)]  # of each block: how many values each row has
-    packed: list[Any] = []
+    packed: list[jax.Array] = []
     order: list[list[tuple[int, int, int]]] = []  # of each tensor: (block, first row, rows)
     for value in values:
-        flat = jnp.ravel(_wide(value))
-        whole = flat.size // LONG_ROW if flat.size >= LARGE else 0
+        own, flat = _lengths(value.size, LONG_ROW), jnp.ravel(value)
+        # A kernel of ours reads an end that fills no row; a slice for XLA's would be a copy.
+        whole = value.size >= LARGE and gpu_kernels.usable(value)
+        large = len(own) if whole else value.size // LONG_ROW if value.size >= LARGE else 0
         parts: list[tuple[int, int, int]] = []
-        if whole:
-            parts.append((len(blocks), 0, whole))
-            blocks.append(flat[: whole * LONG_ROW].reshape(whole, LONG_ROW))
-            counts.append(np.full(whole, LONG_ROW, np.int32))
-        rest = flat[whole * LONG_ROW :]
-        if rest.size:
-            own = _lengths(rest.size, LONG_ROW)
-            parts.append((0, len(counts[0]), len(own)))
-            packed.append(padded_rows(rest, LONG_ROW))
-            counts[0] = np.concatenate([counts[0], own])
+        if large:
+            parts.append((len(found), 0, large))
+            counts.append(own[:large])
+            found.append(
+                list(gpu_kernels.row_statistics(flat, LONG_ROW).T)
+                if whole
+                else _row_statistics(_wide(flat[: large * LONG_ROW]), own[:large])
+            )
+        if large < len(own):
+            parts.append((0, len(counts[0]), len(own) - large))
+            packed.append(padded_rows(flat[large * LONG_ROW :], LONG_ROW))
+            counts[0] = np.concatenate([counts[0], own[large:]])
         order.append(parts)
-    blocks[0] = jnp.concatenate(packed) if packed else None
-    found = [
-        careful_statistics(
-            rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
-        )
-        for rows, count in zip(blocks, counts, strict=True)
-        if rows is not None
-    ]
+    if packed:
+        found[0] = _row_statistics(jnp.concatenate(packed), counts[0])
+    found = [columns for columns in found if columns is not None]
     index = _groups(order, np.cumsum([0, *map(len, counts)]))
     columns = [
         jnp.concatenate([*column, jnp.zeros(1, column[0].dtype)])
@@ -188,6 +193,13 @@ def _joined(values: Sequence[Any]) -> list[Any]:
     ]
     sizes = np.append(np.concatenate(counts), 0)[index]
     return _join([column[index] for column in columns], jnp.asarray(sizes))
+
+
+def _row_statistics(values: jax.Array, counts: np.ndarray) -> list[jax.Array]:
+    """Statistics of rows of LONG_ROW values by XLA's reductions, each as it is fastest there."""
+    rows = values.reshape(-1, LONG_ROW)
+    shift = jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
+    return careful_statistics(rows, jnp.asarray(counts), shift)
 
 
 def _groups(order: list[list[tuple[int, int, int]]], starts: np.ndarray) -> np.ndarray:
@@ -205,7 +217,7 @@ def _groups(order: list[list[tuple[int, int, int]]], starts: np.ndarray) -> np.n
     return np.concatenate(groups).astype(np.int32)
 
 
-def _join(columns: Sequence[Any], sizes: Any) -> list[Any]:
+def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     """One row for each group of rows: [groups, rows] to [groups].
 
     The new shift is the mean of the group: deviations from it are small, so that float32 is enough.
@@ -231,14 +243,14 @@ def _join(columns: Sequence[Any], sizes: Any) -> list[Any]:
     ]
 
 
-def any_finite(rows: jax.Array) -> Any:
+def any_finite(rows: jax.Array) -> jax.Array:
     """A finite value of each row: the first, if it is finite, or the smallest; 0 if there is none."""
     low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
     first = rows[:, :1]
     return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
 
 
-def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> Any:
+def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> jax.Array:
     """Statistics of rows that hold finite values only. Padding repeats a row's first value."""
     moved = rows - shift
     return jnp.stack(
@@ -258,7 +270,7 @@ def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> A
     )
 
 
-def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> list[Any]:
+def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> list[jax.Array]:
     """Statistics of any rows: eight arrays with one number per row.
 
     Padding repeats a row's first value: only counts must exclude it.
@@ -267,7 +279,7 @@ def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) ->
     moved = jnp.where(finite, rows - shift, 0)
     missing = (rows.shape[1] - lengths).astype(rows.dtype)
 
-    def count(found: jax.Array) -> Any:
+    def count(found: jax.Array) -> jax.Array:
         return found.sum(axis=1, dtype=rows.dtype) - jnp.where(found[:, 0], missing, 0)
 
     return [
@@ -282,7 +294,7 @@ def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) ->
     ]
 
 
-def padded_rows(value: jax.Array, width: int) -> Any:
+def padded_rows(value: jax.Array, width: int) -> jax.Array:
     """A tensor as rows of `width` values, as wide floats."""
     flat = jnp.ravel(_wide(value))
     missing = -flat.size % width
@@ -308,7 +320,7 @@ def _lengths(size: int, width: int) -> np.ndarray:
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
 
 
-def _wide(value: jax.Array) -> Any:
+def _wide(value: jax.Array) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value = jnp.abs(value)
     return value.astype(

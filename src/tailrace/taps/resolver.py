@@ -1,14 +1,13 @@
-"""What Tailrace's own equations become in a program that runs: marks, dequeues, keys, reductions."""
+"""Replaces Tailrace's own equations in a program that will run: marks, dequeues, keys, reductions."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -26,7 +25,7 @@ from tailrace.jaxprs.own_equations import (
 from tailrace.jaxprs.replica_reductions import reduced
 from tailrace.taps.frame import Counter, Frame
 
-OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
+OnMark = Callable[[Tag, list[jax.Array], Frame], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,9 @@ class Resolver:
     on_mark: OnMark | None = None
     replica_axis: str | None = None
 
-    def resolve(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame) -> list[Any] | None:
+    def resolve(
+        self, eqn: JaxprEqn, inputs: list[jax.Array], frame: Frame
+    ) -> list[jax.Array] | None:
         """The results of a Tailrace equation; None for any other."""
         if (tag := tag_in(eqn)) is not None:
             return self._mark(tag, inputs, frame)
@@ -55,7 +56,7 @@ class Resolver:
             return [self._gathered(inputs[0], replicas)]
         return None
 
-    def _mark(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
+    def _mark(self, tag: Tag, inputs: list[jax.Array], frame: Frame) -> list[jax.Array]:
         if tag.role == "loop":
             frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
             return inputs
@@ -64,14 +65,14 @@ class Resolver:
             return inputs
         return self.on_mark(tag, inputs, frame)
 
-    def _gathered(self, value: Any, replicas: int) -> Any:
+    def _gathered(self, value: jax.Array, replicas: int) -> jax.Array:
         """The values of all replicas; if one replica is replayed alone, its value is used for all."""
         if self.replica_axis is None:
             return jnp.broadcast_to(value, (replicas, *value.shape))
         return lax.all_gather(value, self.replica_axis)
 
 
-def _number(ambient: Ambient, frame: Frame) -> Any:
+def _number(ambient: Ambient, frame: Frame) -> jax.Array:
     what = ambient.what
     if len(frame.counters) < ambient.depth:
         raise ProgramError(

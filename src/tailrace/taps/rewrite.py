@@ -7,13 +7,13 @@ and so produces a new program. On the way
 * a key or a counter becomes arithmetic on the program's arguments,
 * an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
   around it, with a validity flag inside a branch,
-* everything else is emitted as it was, with its names and source lines.
+* everything else is emitted unchanged, with its names and source lines.
 
 Inner programs that need none of this are emitted whole, unchanged.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
 from tailrace.jaxprs.free_numbers import FreeNumbers
-from tailrace.jaxprs.internals import JaxprEqn
+from tailrace.jaxprs.internals import Atom, JaxprEqn
 from tailrace.jaxprs.operations import name_of
-from tailrace.jaxprs.own_equations import (
-    tag_in,
-)
+from tailrace.jaxprs.own_equations import tag_in
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import (
     Position,
@@ -47,8 +45,8 @@ from tailrace.jaxprs.walk import (
     loop_tag,
     walk,
 )
-from tailrace.taps.counted_loop import traced_once, zeros
-from tailrace.taps.frame import Block, Emission, Emissions, Frame
+from tailrace.taps.counted_loop import OnePass, traced_once, zeros
+from tailrace.taps.frame import Block, Emission, Emissions, Emitted, Frame
 from tailrace.taps.loop_passes import Passes, skipping
 from tailrace.taps.resolver import OnMark, Resolver
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
@@ -78,7 +76,7 @@ class Rewriter(Visitor[Any, Frame]):
     def __post_init__(self) -> None:
         self.arguments: Sequence[Any] = ()
         """The arguments that replace the free literals in the emitted program."""
-        # Whether an equation contains a wanted one must be one look-up: it is asked for every equation.
+        # A look-up table: whether an equation contains a wanted one is asked for every equation.
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
@@ -99,7 +97,7 @@ class Rewriter(Visitor[Any, Frame]):
         """Keep the equation's name stack and source lines."""
         return internals.equation_context(eqn)
 
-    def constant(self, value: object, var: Any) -> Any:
+    def constant(self, value: object, var: Atom) -> Any:
         """A constant; for a free literal, the argument that replaces it."""
         # By identity: two literals of equal value may differ in whether they can be arguments.
         place = self.free.places.get(id(var))
@@ -117,7 +115,7 @@ class Rewriter(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Send out what is wanted of the equation's results, as they are once changed."""
+        """Apply requested changes to the equation's results, then emit the requested ones."""
         wants = self.wanted.get(here, ())
         for want in wants:
             if want.change is not None:
@@ -171,7 +169,7 @@ class Rewriter(Visitor[Any, Frame]):
         is_ours = loop_tag(body) is not None
         outermost = is_ours and not frame.counters
 
-        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Tree, observing: bool) -> Any:
             values, number = x
             blocks = {
                 queue: Block(tuple(_rows(leaf, number, counts[queue]) for leaf in leaves))
@@ -190,10 +188,11 @@ class Rewriter(Visitor[Any, Frame]):
         collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
         # A guard that stops wins: then the host goes back, and nothing is skipped on the device.
         guards = [want for want in wants if want.guard] if outermost else []
+        each_pass: OnePass = one_pass
         if guards and all(want.skips for want in guards):
-            one_pass = skipping(one_pass, self._is_good)
+            each_pass = skipping(one_pass, self._is_good)
         trip = frame.trip if outermost else None
-        over = Passes(one_pass, scan.reverse, scan.unroll, length, trip=trip)
+        over = Passes(each_pass, scan.reverse, scan.unroll, length, trip=trip)
         period = self.period if outermost else 1
         if collected and is_ours:
             over = over.collecting(collected)
@@ -203,7 +202,7 @@ class Rewriter(Visitor[Any, Frame]):
             frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
         return [*ran.carry, *ran.ys]
 
-    def _is_good(self, emitted: Any) -> Any:
+    def _is_good(self, emitted: Emitted) -> jax.Array:
         """Whether all flags that an iteration emitted are true, on every replica."""
         flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
         good = jnp.stack(flags).all()
@@ -230,7 +229,7 @@ class Rewriter(Visitor[Any, Frame]):
             for queue, count in counts.items()
         }
 
-        def one_pass(number: Any, carry: Tree) -> Any:
+        def one_pass(number: jax.Array, carry: Tree) -> Any:
             blocks = {
                 queue: Block(tuple(lax.dynamic_index_in_dim(e, number, 0, False) for e in leaves))
                 for queue, leaves in elements.items()
@@ -240,7 +239,7 @@ class Rewriter(Visitor[Any, Frame]):
             condense(inside)
             return outputs, inside.emitted
 
-        def go_on(carry: Tree) -> Any:
+        def go_on(carry: Tree) -> jax.Array:
             return self.run_inner(loop.condition, [*cond_consts, *carry], frame, here)[0]
 
         passes, carry, emitted = run_while(go_on, one_pass, init, most)
@@ -274,7 +273,7 @@ class Rewriter(Visitor[Any, Frame]):
             shapes.update(emitted)
             branches.append(run)
 
-        def complete(run: Callable[..., Any], operands: Any) -> Any:
+        def complete(run: Callable[..., Tree], operands: list[Any]) -> Any:
             outputs, emitted = run(operands)
             return outputs, Emissions(
                 (key, emitted[key] if key in emitted else jax.tree.map(zeros, shape))
@@ -287,7 +286,7 @@ class Rewriter(Visitor[Any, Frame]):
         return list(outputs)
 
 
-def _rows(leaf: Any, number: Any, count: int) -> Any:
+def _rows(leaf: jax.Array, number: jax.Array, count: int) -> jax.Array:
     """The `count` rows of one iteration.
 
     Sliced in each iteration: reshaped before the loop, all rows would be copied by XLA.

@@ -1,20 +1,22 @@
 """Taps: requests to observe tensors of a step."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import check_path
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
@@ -82,7 +84,7 @@ class Tap:
             Executions chosen by "auto" are then short; results are bit-equal.
 
     Raises:
-        OptionError: `mode` or `reduce` is not one that exists.
+        OptionError: `mode` or `reduce` is not a valid one.
 
     >>> import tailrace as tr
     >>> tr.Tap("grad/*", mode=tr.every(10)).reduce
@@ -91,7 +93,7 @@ class Tap:
 
     select: Select
     mode: Mode | Every | str = Mode.ALL
-    reduce: Reduce | str | Callable[[Any], Any] = Reduce.STATS
+    reduce: Reduce | str | Callable[[jax.Array], Tree] = Reduce.STATS
     live: bool = False
 
     def __post_init__(self) -> None:
@@ -115,13 +117,13 @@ class Tap:
         return self.mode.n if isinstance(self.mode, Every) else 1
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must emit for one tensor, which is inside `layers` scans."""
+        """The request to the rewriter for one tensor, which is inside `layers` scans."""
         collect = "stack"
         if self.mode in (Mode.SUM, Mode.FINAL):
             collect = "sum" if self.mode is Mode.SUM else "final"
         return Wanted(key, output, self._function(), self.period > 1, collect, layers=layers)
 
-    def _function(self) -> Callable[[Any], Any] | None:
+    def _function(self) -> Callable[[jax.Array], Tree] | None:
         if self.reduce is Reduce.STATS:
             return None
         if self.reduce is Reduce.TENSOR:
@@ -152,7 +154,7 @@ class StopOnNonfinite:
     select: Select
     on_nonfinite: str = "stop"
     limit: int = 10
-    bundle: Any = None
+    bundle: str | os.PathLike[str] | None = None
 
     period = 1
     mode = Mode.ALL
@@ -165,6 +167,8 @@ class StopOnNonfinite:
                 f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
             )
         check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
+        if self.bundle is not None:
+            check_path("bundle", self.bundle)
 
     @property
     def skips(self) -> bool:
@@ -172,7 +176,7 @@ class StopOnNonfinite:
         return self.on_nonfinite == "skip"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must check."""
+        """The request to the rewriter: a check."""
         return Wanted(key, output, guard=True, skips=self.skips)
 
     def nbytes(self, entry: Entry) -> int:
@@ -191,7 +195,7 @@ class GradientDigest:
     kind = "digest"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must emit for one gradient."""
+        """The request to the rewriter for one gradient."""
         return Wanted(key, output, collect="final", digest=True)
 
     def nbytes(self, entry: Entry) -> int:
@@ -199,11 +203,17 @@ class GradientDigest:
         return 8
 
 
+AnyTap: TypeAlias = Tap | StopOnNonfinite | GradientDigest
+"""A request to observe tensors, of the user or of Tailrace itself."""
+
+EnumType = TypeVar("EnumType", bound=enum.StrEnum)
+
+
 def stop_on_nonfinite(
     select: Select = ("loss", "grad/*"),
     on_nonfinite: str = "stop",
     limit: int = 10,
-    bundle: Any = None,
+    bundle: str | os.PathLike[str] | None = None,
 ) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; pass it in `observe=`.
 
@@ -222,7 +232,7 @@ def stop_on_nonfinite(
     from. A guard that skips selects between old and new state in every step.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import tailrace as tr
     >>> tr.stop_on_nonfinite("grad/*").select
@@ -253,7 +263,7 @@ class Chosen:
         layers: the number of the user's scans around it.
     """
 
-    tap: Any
+    tap: AnyTap
     entry: Entry
     loops: int
     differs: bool
@@ -266,20 +276,20 @@ class Chosen:
         return (self.entry.name, self.tap.kind)
 
 
-def parse_taps(observe: Any) -> list[Any]:
+def parse_taps(observe: Any) -> list[Tap | StopOnNonfinite]:
     """The value of `observe=` as taps; a bare selection means its statistics."""
     if observe is None:
         return []
     if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
         observe = [observe]
     try:
-        listed = list(observe)
+        listed: list[Any] = list(observe)
     except TypeError:  # a 0-d array
         listed = [observe]
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
-def common_period(taps: Sequence[Any]) -> int:
+def common_period(taps: Sequence[AnyTap]) -> int:
     """The period that serves all periodic taps: the greatest common divisor of theirs."""
     # One loop structure serves all taps. With periods of 10 and 15 the device looks every 5 steps, and
     # the host drops what a tap did not ask for.
@@ -288,7 +298,7 @@ def common_period(taps: Sequence[Any]) -> int:
 
 
 def choose(
-    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
+    taps: Sequence[AnyTap], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
 ) -> list[Chosen]:
     """Apply taps to a catalogue; `describe` gives the other fields of `Chosen` for an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
@@ -319,7 +329,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
     """The bytes of the records of one step."""
     total = 0.0
     for one in chosen:
-        # One value an execution, whatever its length: it does not limit the length.
+        # One value per execution, whatever its length, so it does not limit the length.
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
             continue
         count = (microbatches if one.loops > 1 else 1) * replicas
@@ -344,7 +354,7 @@ def check_bytes(
         )
 
 
-def _parse(kind: Any, value: object, name: str, also: str) -> Any:
+def _parse(kind: type[EnumType], value: object, name: str, also: str) -> EnumType:
     try:
         return kind(value if isinstance(value, str) else "")
     except ValueError:

@@ -1,7 +1,7 @@
 """The order in which a step uses its parameters: from the input of the model to its output.
 
 Trees of parameters are sorted by name, which says nothing about the model. The program does: the first
-layer is the one whose parameters meet the element first.
+layer is the one whose parameters are combined with the element first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MADE_FOR_EACH = ("param", "grad", "accumulated", "reduced", "update")
 """Kinds of which there is one tensor for each parameter, under the parameter's name."""
 
 Held = str | None
-"""What a value is made of: one parameter, by name; constants alone (empty); or anything else (None)."""
+"""The origin of a value: one parameter, by name; constants alone (empty); or anything else (None)."""
 
 
 class UseOrder(Visitor[Held, None]):
     """Follows parameters from the marks that name them to their first use.
 
     Attributes:
-        names: of the parameters, in the order of their first use.
+        names: the names of the parameters, in the order of their first use.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
@@ -34,7 +34,7 @@ class UseOrder(Visitor[Held, None]):
         self.names = list(self._used)
 
     def constant(self, value: object, var: Atom) -> Held:
-        """Made of no parameter."""
+        """It depends on no parameter."""
         return ""
 
     def plain(self, eqn: JaxprEqn, inputs: list[Held], around: None, here: Position) -> list[Held]:
@@ -52,17 +52,17 @@ class UseOrder(Visitor[Held, None]):
         return [None] * len(eqn.outvars)
 
     def call(self, call: Call, inputs: list[Held], around: None, here: Position) -> list[Held]:
-        """The contents of the call, in its place."""
+        """The contents of the call, inlined."""
         return self.run_inner(call.program, inputs, around, here)
 
     def scan(self, scan: Scan, inputs: list[Held], around: None, here: Position) -> list[Held]:
-        """One pass of the body."""
+        """One iteration of the body."""
         return self.run_inner(scan.body, inputs, around, here)
 
     def while_loop(
         self, loop: While, inputs: list[Held], around: None, here: Position
     ) -> list[Held]:
-        """One pass of the body."""
+        """One iteration of the body."""
         _, consts, carry = loop.split(inputs)
         return self.run_inner(loop.body, [*consts, *carry], around, here)
 

@@ -1,7 +1,7 @@
-"""Values that are to leave a program, and their reduction before they do."""
+"""Values to emit from a program, and their reduction before that."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.spans.scopes import TAPS
 from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.frame import Emission, Frame
@@ -20,7 +21,7 @@ from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A value that is to leave the program.
+    """A value to emit from a program.
 
     Attributes:
         key: its name outside the program.
@@ -35,19 +36,19 @@ class Wanted:
         digest: whether only the digest of its bits is of interest.
         layers: the number of leading dims that are iterations of the user's scans, when it is
             collected.
-        change: nothing leaves; the program continues with `change(value, step)` in place of the value.
+        change: if given, nothing is emitted; the program continues with `change(value, step)` instead.
     """
 
     key: Hashable
     output: int = 0
-    reduce: Callable[[Any], Any] | None = lambda value: value
+    reduce: Callable[[jax.Array], Tree] | None = lambda value: value
     periodic: bool = False
     collect: str = "stack"
     guard: bool = False
     layers: int = 0
     digest: bool = False
     skips: bool = False
-    change: Callable[[Any, Any], Any] | None = None
+    change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class FiniteKey(tuple[Hashable, ...]):
@@ -63,7 +64,7 @@ class DigestKey(tuple[str, ...]):
 
 
 class RawKey(tuple[Wanted]):
-    """The key of a tensor that was emitted whole and is yet to be reduced."""
+    """The key of a tensor that was emitted whole and has yet to be reduced."""
 
     __slots__ = ()
 
@@ -114,7 +115,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
             frame.emit(key, packed, members[0][1].valid)
 
 
-def fine(flag: Emission) -> Any:
+def fine(flag: Emission) -> jax.Array:
     """A flag for the finiteness of tensors; true where they were not computed at all."""
     if flag.valid is None:
         return flag.value

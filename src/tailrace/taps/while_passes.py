@@ -1,8 +1,8 @@
-"""The iterations of a `lax.while_loop` that is emitted again, and what is kept of their emissions.
+"""The iterations of a `lax.while_loop` that is emitted again, and which of their emissions are kept.
 
-How often it runs is known only afterwards. A loop of ours has a most number of iterations, and its
-emissions are written to buffers with that many rows; which rows were written is a flag of each. A
-user's loop has no bound, so there is no buffer: of each emission the last value is kept.
+The number of iterations is known only afterwards. A Tailrace loop has an upper bound, and its
+emissions are written to buffers with that many rows; a flag per row says whether it was written. A
+user's loop has no bound, so there is no buffer: the last value of each emission is kept.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -19,21 +19,22 @@ from jax import lax
 
 from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import traced_once, zeros
-from tailrace.taps.frame import Emission, Emissions
+from tailrace.taps.frame import Emission, Emissions, Emitted
 from tailrace.taps.loop_passes import both, collected
 from tailrace.taps.wanted import RawKey
 
 
 def run_while(
-    go_on: Callable[[Any], Any],
-    one_pass: Callable[[Any, Any], Any],
+    go_on: Callable[[Tree], jax.Array],
+    one_pass: Callable[[jax.Array, Tree], Any],
     init: list[Any],
     most: int | None,
-) -> tuple[Any, list[Any], Emissions[Hashable, Emission]]:
-    """Emit the loop: how often it ran, its carry, and its emissions with their validity.
+) -> tuple[jax.Array, list[Any], Emitted]:
+    """Emit the loop; returns the number of iterations, the carry, and the emissions with their
+    validity.
 
     Args:
-        go_on: `go_on(carry)`, whether there is another iteration.
+        go_on: `go_on(carry)` returns whether there is another iteration.
         one_pass: `one_pass(number, carry)` returns the next carry and emissions.
         init: the carry before the first iteration.
         most: the most iterations; None if there is no bound.
@@ -42,7 +43,7 @@ def run_while(
     def is_single(key: Hashable) -> bool:
         return most is None or (isinstance(key, RawKey) and key[0].collect != "stack")
 
-    def keep(number: Any, kept: Any, emitted: Any) -> Any:
+    def keep(number: jax.Array, kept: Emitted, emitted: Emitted) -> Emitted:
         put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, number, 0)  # noqa: E731
         return Emissions(
             (key, collected(key, old, emitted[key], most is not None))
@@ -60,7 +61,7 @@ def run_while(
         for key, shape in shapes.items()
     )
 
-    def advance(state: Tree) -> Any:
+    def advance(state: Tree) -> Tree:
         number, carry, kept = state
         carry, emitted = traced(number, carry)
         return number + 1, carry, keep(number, kept, emitted)
@@ -68,7 +69,7 @@ def run_while(
     passes, carry, kept = lax.while_loop(
         lambda state: go_on(state[1]), advance, (jnp.int32(0), list(init), start)
     )
-    found: Emissions[Hashable, Emission] = Emissions()
+    found: Emitted = Emissions()
     for key, emission in kept.items():
         # Zeros that no iteration overwrote must not be taken for values.
         made = passes > 0 if is_single(key) else jnp.arange(most) < passes

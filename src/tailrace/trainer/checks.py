@@ -19,6 +19,7 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision
 from tailrace.taps.tap import StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.observation.monitoring import Monitor
 
 
 def check_model(
@@ -164,8 +165,8 @@ def check_eval_fn(eval_fn: object) -> Any:
     return eval_fn
 
 
-def check_callbacks(callbacks: Any) -> list[Callback]:
-    """Callbacks are a list of objects with the methods of `tr.Callback`."""
+def check_callbacks(callbacks: Any, has_validation: bool) -> list[Callback]:
+    """Callbacks are a list of objects with the methods of `tr.Callback`, and watch what there is."""
     if not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
     found = list(callbacks)
@@ -174,8 +175,11 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
         if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in methods):
             raise OptionError(
                 f"A callback is an object with the methods of tr.Callback. Received: {one!r}. "
-                f"Derive a class from tr.Callback, override what you need, and give an object of it."
+                f"Derive a class from tr.Callback, override what you need, and give an object of it "
+                f"in callbacks=."
             )
+        if isinstance(watched := getattr(one, "watched", None), Monitor):
+            watched.check_validates(type(one).__name__, "monitor", has_validation)
     return found
 
 

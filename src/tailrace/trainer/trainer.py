@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.counts import check_count, check_flag
 from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, OptionError
+from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.timeline.trace import as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -174,9 +177,8 @@ class Trainer(Measuring, LookingBack):
             sentinel=sentinel,
         )
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
-        self._fits = Fits(
-            self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
-        )
+        most = check_count("observe_bytes", observe_bytes, at_least=0, error=OptionError)
+        self._fits = Fits(self.engine, self._journal, parse_steps(steps_per_execution), most)
         self._evaluator = Evaluator(
             self.engine.step_function, self.engine.placement, self.engine.seed
         )
@@ -354,6 +356,9 @@ class Trainer(Measuring, LookingBack):
         """
         self._check_alone()
         engine, duration = self.engine, Duration.of(steps, epochs)
+        Patience(timeout_s)  # refused here, not once the program is traced
+        if progress is not None:
+            progress = check_flag("progress", progress, error=OptionError)
         if inputs is not None:
             self.set_inputs(inputs)
         source = as_dataset(dataset)
@@ -368,13 +373,13 @@ class Trainer(Measuring, LookingBack):
             duration,
             agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
             validation,
-            check_callbacks(callbacks),
+            check_callbacks(callbacks, validation.has_data),
             progress if distributed.writes() else False,
             self._fits.saving(checkpoint, duration, validation),
             timeout_s,
             Progress(engine.step, self._fits.epochs),
         )
-        self._fits.run(self, call, trace)
+        self._fits.run(self, call, None if trace is None else as_trace(trace))
         return self.history
 
     def _check_alone(self) -> None:
@@ -457,7 +462,7 @@ class Trainer(Measuring, LookingBack):
             ProgramError: results of batches have different shapes, and cannot be stacked.
             DataError: the dataset repeats without end, breaks a rule, or raises.
         """
-        read = self.engine.read()
+        live, read = check_flag("live", live, error=OptionError), self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
             fn = self.engine.step_function.outputs
         elif callable(fn):

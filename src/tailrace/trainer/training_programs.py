@@ -28,7 +28,7 @@ from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue, names_listed_by
-from tailrace.taps.tap import Tap
+from tailrace.taps.tap import AnyTap, Tap
 from tailrace.trainer.sentinel import WATCHED, Sentinel
 
 
@@ -54,7 +54,7 @@ class TrainingPrograms:
         form: TrainState,
         each: list[bool],
         placement: Placement,
-        taps: Sequence[Tap],
+        taps: Sequence[AnyTap],
         sentinel: Sentinel | None,
     ) -> None:
         self.placement, self.each = placement, each

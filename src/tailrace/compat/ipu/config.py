@@ -47,14 +47,19 @@ class ConfigurationError(TailraceError, Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AttributeMetadata:
-    """What `get_attribute_metadata` says about an option.
+    """What `get_attribute_metadata` returns about an option.
 
     Attributes:
         name: its full name.
         types: the classes that a value may have.
-        default: its value at first.
+        default: the value it starts with.
         deprecated: whether another option replaces it.
         doc: what it means.
+
+    >>> from tailrace.compat import ipu
+    >>> about = ipu.config.IPUConfig().get_attribute_metadata("allow_recompute")
+    >>> about.type, about.default
+    (<class 'bool'>, False)
     """
 
     name: str
@@ -83,24 +88,47 @@ class _OnClassOrObject:
 class IPUConfig(Category):
     """A tree of typed options; nothing happens before `configure_ipu_system`.
 
-    >>> cfg = IPUConfig()
+    Four options have an effect: `auto_select_ipus`, `select_ipus`, `selection_order` and
+    `allow_recompute`. The others describe the chip, its compiler or its memory: they are checked, kept
+    and noted once in the log.
+
+    Raises:
+        IPUValueError: an option that does not exist is read or set.
+        IPUTypeError: a value has the wrong type.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
     >>> cfg.auto_select_ipus = 2
-    >>> cfg.auto_select_ipu = 2
+    >>> cfg.configure_ipu_system()
+    >>> ipu.utils.get_num_of_ipus_in_device("/device:IPU:0")
+    2
+    >>> cfg.auto_select_ipu = 2  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tailrace.compat.ipu.errors.IPUValueError: 'auto_select_ipu' is not a valid option of the \
-configuration. Did you mean 'auto_select_ipus'?
+    tailrace.compat.ipu.errors.IPUValueError: ... Did you mean 'auto_select_ipus'?
+    >>> ipu.config.reset_ipu_configuration()
     """
 
     def __init__(self) -> None:
         super().__init__(OPTIONS)
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
-        """Take the devices that this configuration describes, for everything that follows."""
+        """Use the devices that this configuration describes from now on.
+
+        Args:
+            device: where the original ran the operation that did this; without effect.
+
+        Raises:
+            IPUValueError: an option breaks one of its rules.
+            DeviceError: there are fewer devices than it asks for.
+        """
         configure_ipu_system(self, device)
 
     def get_attribute_metadata(self, name: str) -> AttributeMetadata:
         """Type, default and meaning of the option with this full name.
+
+        Args:
+            name: the full name, such as `io_tiles.num_io_tiles`.
 
         Raises:
             IPUValueError: there is no such option.
@@ -134,12 +162,20 @@ configuration. Did you mean 'auto_select_ipus'?
 
     @_OnClassOrObject
     def from_dict(self, dct: dict[str, Any]) -> IPUConfig:
-        """Set the options that a dict of `to_dict` holds; returns the configuration."""
+        """Set the options that a dict made by `to_dict` holds; returns the configuration.
+
+        Args:
+            dct: values by full name, or nested by category.
+        """
         return self._set(dct)
 
     @_OnClassOrObject
     def from_json(self, json_cfg: str) -> IPUConfig:
-        """Set the options that the text of `to_json` holds; returns the configuration."""
+        """Set the options that a text made by `to_json` holds; returns the configuration.
+
+        Args:
+            json_cfg: the text.
+        """
         return self._set(json.loads(json_cfg))
 
 
@@ -171,7 +207,10 @@ _system: _System | None = None
 def configure_ipu_system(
     config: IPUConfig, device: str = "cpu", reset_configuration: bool = True
 ) -> None:
-    """Take the devices that `config` describes.
+    """Use the devices that `config` describes from now on.
+
+    The number of replicas follows from them: the devices divided by those that one copy of the program
+    needs.
 
     Args:
         config: the configuration.
@@ -183,6 +222,14 @@ def configure_ipu_system(
         FailedPreconditionError: another configuration is in use, and `reset_configuration`
             is False.
         DeviceError: there are fewer devices than it asks for.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.auto_select_ipus = [1, 2]  # two logical devices
+    >>> ipu.config.configure_ipu_system(cfg)
+    >>> ipu.utils.get_num_of_ipus_in_device("/device:IPU:1")
+    2
+    >>> ipu.config.reset_ipu_configuration()
     """
     global _system
     del device
@@ -200,6 +247,7 @@ def configure_ipu_system(
         reset_ipu_configuration()
     found = devices.available()
     groups = _groups(config, found)
+    # A copy: changing `config` afterwards configures nothing.
     _system = _System(IPUConfig.from_dict(config.to_dict()), groups, devices.chosen())
     devices.use(groups[0])
     for name, option, value in config.options():
@@ -210,7 +258,16 @@ def configure_ipu_system(
 
 
 def reset_ipu_configuration() -> None:
-    """Forget the configuration; the process has all its devices again."""
+    """Forget the configuration; the process has all its devices again.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.config.IPUConfig().configure_ipu_system()
+    >>> ipu.config.reset_ipu_configuration()
+    >>> ipu.config.get_ipu_config()
+    Traceback (most recent call last):
+    ...
+    tailrace.compat.ipu.errors.IPURuntimeError: No IPU devices configured.
+    """
     global _system
     if _system is not None:
         devices.use(_system.found)
@@ -220,8 +277,19 @@ def reset_ipu_configuration() -> None:
 def get_ipu_config(session: Any = None) -> list[IPUConfig]:
     """The configuration that is in force, in a list as in the original.
 
+    Args:
+        session: without effect.
+
     Raises:
         IPURuntimeError: nothing is configured.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.allow_recompute = True
+    >>> cfg.configure_ipu_system()
+    >>> ipu.config.get_ipu_config()[0].allow_recompute
+    True
+    >>> ipu.config.reset_ipu_configuration()
     """
     del session
     if _system is None:
@@ -230,7 +298,12 @@ def get_ipu_config(session: Any = None) -> list[IPUConfig]:
 
 
 def running_on_ipu_model() -> bool:
-    """Whether programs run on a simulator of the chip: never."""
+    """Whether programs run on a simulator of the chip: always False here.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.config.running_on_ipu_model()
+    False
+    """
     return False
 
 

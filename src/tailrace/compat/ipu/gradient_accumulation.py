@@ -10,7 +10,16 @@ from tailrace.program.step.accumulation import Reduction
 
 
 class GradientAccumulationReductionMethod(enum.Enum):
-    """SUM adds the gradients; MEAN adds each divided by their number; RUNNING_MEAN keeps the mean."""
+    """How the gradients of several mini-batches become one.
+
+    SUM adds them. MEAN adds each divided by their number. RUNNING_MEAN keeps the mean of those so far,
+    which never exceeds the largest of them.
+
+    >>> from tailrace.compat import ipu
+    >>> method = ipu.gradient_accumulation.GradientAccumulationReductionMethod
+    >>> method.parse_reduction_method("mean")
+    <GradientAccumulationReductionMethod.MEAN: 1>
+    """
 
     SUM = 0
     MEAN = 1
@@ -25,11 +34,11 @@ class GradientAccumulationReductionMethod(enum.Enum):
     def parse_reduction_method(cls, value: object) -> GradientAccumulationReductionMethod:
         """The member itself, or the one that a string names in either case.
 
+        Args:
+            value: a member, or its name.
+
         Raises:
             IPUValueError: there is no such method.
-
-        >>> GradientAccumulationReductionMethod.parse_reduction_method("mean").name
-        'MEAN'
         """
         if isinstance(value, cls):
             return value

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
+    IPURuntimeError,
     IPUTypeError,
     IPUValueError,
     OutOfRangeError,
 )
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, evaluated, later
 from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.result import Result
@@ -45,19 +47,23 @@ from tailrace.program.compile import compile as compile_program
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> CompiledOp:
     """Build one device program from a function.
 
+    It returns the program itself, to be called; in the original it returned the operations that a
+    session ran. A session of `tf.compat.v1` takes the program too.
+
     Args:
         computation: called with the inputs; may use loops, feeds, variables and pipelines.
-        inputs: its inputs: arrays and numbers.
+        inputs: its inputs, a list of arrays and numbers.
 
     Returns:
         The program. Calling it runs it, with the inputs given here or with others of their form, and
-        returns what the function returns: a list, also of a single value; None if it returns nothing
+        returns what the function returns: a list, also for a single value; None if it returns nothing
         but operations.
 
     Raises:
         IPUValueError: `inputs` is not a list.
 
-    >>> program = compile(lambda x: x + 1, inputs=[1.0])
+    >>> from tailrace.compat import ipu
+    >>> program = ipu.ipu_compiler.compile(lambda x: x + 1, inputs=[1.0])
     >>> program()[0].item(), program(2.0)[0].item()
     (2.0, 3.0)
     """
@@ -74,6 +80,11 @@ class CompiledOp:
         inputs: what it is called with if nothing else is given.
         plain: whether it is an ordinary function: it runs on the first device alone, and returns what
             `computation` returns, in its own form.
+
+    >>> from tailrace.compat import ipu
+    >>> double = ipu.ipu_compiler.compile(lambda x: x * 2, inputs=[2.0])
+    >>> double(4.0)[0].item()
+    8.0
     """
 
     def __init__(
@@ -84,6 +95,22 @@ class CompiledOp:
         self._versions: dict[Hashable, Callable[..., Any]] = {}
         self._numbers_known = False
         self._keep = Keep()
+
+    def value(self, feed: Feed) -> Any:
+        """What it returns in a run of a session; it runs once in it."""
+        if id(self) not in feed:
+            feed[id(self)] = self(*evaluated(self.inputs, feed))
+        return feed[id(self)]
+
+    def __getitem__(self, key: Any) -> Deferred:
+        """One of its results, for a session to run."""
+        return Deferred(lambda feed: self.value(feed)[key], "result")
+
+    def __iter__(self) -> Any:
+        raise IPURuntimeError(
+            "How many results a compiled program has is known when it has run. Take them by number: "
+            "ipu_compiler.compile(...)[0]; or run all: sess.run(program)."
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it; returns what the function returns.
@@ -230,6 +257,9 @@ class _Version:
         out = evaluate(closed, jax.tree.leaves((values, inputs)))
         return jax.tree.unflatten(jax.tree.structure(form), out)
 
+
+later["discover"] = discover
+later["compiled"] = lambda computation: CompiledOp(computation, [], plain=True)
 
 _FOREIGN = (
     "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "

@@ -37,16 +37,31 @@ _numbers = itertools.count()
 class IPUInfeedQueue:
     """A queue that feeds the elements of a dataset to loops and pipelines.
 
+    Open it by reading `initializer`. Elements of a whole execution are staged ahead, so the depth of
+    the queue has no effect here.
+
     Args:
         dataset: a `tf.data.Dataset` or anything `tr.InfeedQueue` takes; its shapes are static.
         device_ordinal: which logical device; None: that of the scope around.
-        prefetch_depth: how many elements were staged ahead there. 1 to 255; here executions are
-            staged ahead instead.
-        optimise_latency: how elements travelled there; without effect.
+        prefetch_depth: how many elements the original staged ahead, 1 to 255; checked, without effect.
+        optimise_latency: how elements travelled in the original; without effect.
+        **kwargs: refused: an argument that the original does not have either.
 
     Raises:
         IPUValueError: a shape is not static, or a number is out of its range.
         IPUTypeError: there is no such argument.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(list(np.arange(4, dtype=np.float32)))
+    >>> infeed.initializer
+    <Operation infeed initializer>
+    >>> def add_up(total):
+    ...     return ipu.loops.repeat(4, lambda total, x: total + x, total, infeed)
+    >>> ipu.ipu_compiler.compile(add_up, [0.0])()[0].item()
+    6.0
+    >>> infeed.deleter
+    <Operation infeed deleter>
     """
 
     def __init__(
@@ -73,7 +88,7 @@ class IPUInfeedQueue:
 
     @property
     def initializer(self) -> Operation:
-        """Open the dataset; after `deleter`, from its beginning. Once is enough, and allowed.
+        """Open the dataset; after `deleter`, from its beginning. It may be read once.
 
         Raises:
             IPUValueError: the dataset is open.
@@ -103,7 +118,11 @@ class IPUInfeedQueue:
         return Operation("infeed deleter")
 
     def get_next(self) -> Any:
-        """Refused: loops and pipelines take the elements."""
+        """Refused, as in the original: loops and pipelines take the elements.
+
+        Raises:
+            IPUValueError: always.
+        """
         raise IPUValueError(
             "IPUInfeedQueue.get_next() is obsolete: give the queue to loops.repeat, "
             "loops.while_loop or pipelining_ops.pipeline, which take its elements."
@@ -118,7 +137,11 @@ class IPUInfeedQueue:
     # -- what programs use ----------------------------------------------------------------------
 
     def queue(self) -> InfeedQueue:
-        """The engine's queue; an error if the dataset has not been opened."""
+        """The engine's queue.
+
+        Raises:
+            FailedPreconditionError: the dataset has not been opened.
+        """
         if self._queue is None or not self._open:
             raise FailedPreconditionError(
                 "Trying to access an infeed dataset iterator which has not been created. Did you "
@@ -127,7 +150,16 @@ class IPUInfeedQueue:
         return self._queue
 
     def take_part(self, replicas: int | None) -> InfeedQueue:
-        """The engine's queue, checked against the program's number of replicas (if known)."""
+        """The engine's queue, checked against the program's number of replicas.
+
+        Args:
+            replicas: how many replicas the program has; None if that is not known yet.
+
+        Raises:
+            FailedPreconditionError: the queue was set up for another number of replicas, or has a dtype
+                that feeds do not take.
+            InvalidArgumentError: an element has a dimension of size 0.
+        """
         queue = self.queue()
         scope = current()
         if scope is not None:
@@ -219,16 +251,24 @@ def arguments_of(element: Tree) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 class IPUIterator:
-    """An opened infeed as an iterator, given to a device function as an argument.
+    """An open infeed as an iterator: an argument of a function given to `strategy.run`.
+
+    Give a dataset, or an existing queue together with the form of its elements.
 
     Args:
-        dataset: what it reads; or else
-        infeed_spec: an existing IPUInfeedQueue, together with
-        element_spec: the form of its elements.
-        infeed_kwargs: go to IPUInfeedQueue.
+        dataset: what it reads.
+        infeed_spec: an existing IPUInfeedQueue.
+        element_spec: the form of the elements of that queue.
+        **kwargs: arguments of IPUInfeedQueue.
 
     Raises:
-        IPUValueError: neither a dataset nor a queue with its `element_spec`, or both.
+        IPUValueError: neither a dataset nor a queue with its `element_spec` is given, or both.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> iterator = ipu.ipu_infeed_queue.IPUIterator(list(np.ones((2, 3), np.float32)))
+    >>> ipu.ipu_compiler.compile(lambda: next(iterator).sum())()[0].item()
+    3.0
     """
 
     def __init__(
@@ -253,7 +293,11 @@ class IPUIterator:
         return self
 
     def __next__(self) -> Any:
-        """The next element: inside a device function only."""
+        """The next element, inside a device function.
+
+        Raises:
+            IPURuntimeError: it is called outside a device function.
+        """
         if current() is None:
             raise IPURuntimeError(
                 "Accessing dataset elements can not be accessed in eager mode when inside "
@@ -264,7 +308,11 @@ class IPUIterator:
     get_next = __next__
 
     def get_next_as_optional(self) -> Any:
-        """Refused, as in the original."""
+        """Refused, as in the original.
+
+        Raises:
+            IPUNotImplementedError: always.
+        """
         raise IPUNotImplementedError("get_next_as_optional() is not available on an IPUIterator.")
 
 
@@ -277,11 +325,21 @@ def _next_element(infeed_queue: IPUInfeedQueue) -> Any:
 
 
 class IPUOwnedIterator(IPUIterator):
-    """An iterator whose queue ends with it."""
+    """An `IPUIterator` whose queue is closed when the iterator is deleted.
+
+    `iter(dataset)` in the scope of an `IPUStrategy` returns one. Arguments are those of `IPUIterator`.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> iterator = ipu.ipu_infeed_queue.IPUOwnedIterator([np.float32(5)])
+    >>> ipu.ipu_compiler.compile(lambda: next(iterator))()[0].item()
+    5.0
+    """
 
     def __del__(self) -> None:
         queue = getattr(self, "infeed_queue", None)
         opened = getattr(queue, "_queue", None)
+        # A queue that is open has a thread, which would otherwise outlive the iterator.
         if opened is not None:
             opened.close()
 

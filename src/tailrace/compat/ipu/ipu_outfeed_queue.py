@@ -30,7 +30,14 @@ from tailrace.jaxprs.marks import current_trace, is_tracing
 
 
 class IPUOutfeedMode(enum.Enum):
-    """What a queue keeps: every element until it is dequeued, or the last one of an execution."""
+    """Which elements a queue keeps.
+
+    ALL: every element until it is dequeued. LAST: the last one of each execution.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.ipu_outfeed_queue.IPUOutfeedMode.LAST.value
+    'get_last'
+    """
 
     ALL = "all"
     LAST = "get_last"
@@ -41,7 +48,17 @@ _NEVER = object()
 
 
 class Enqueued(Operation):
-    """What `enqueue` returns: an operation, and the values sent, for code that goes on with them."""
+    """What `enqueue` returns: an operation, and the values sent, for code that goes on with them.
+
+    Args:
+        values: the values.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> program = ipu.ipu_compiler.compile(lambda x: outfeed.enqueue([x, x + 1])[1], [1.0])
+    >>> program()[0].item()
+    2.0
+    """
 
     def __init__(self, values: Tree) -> None:
         super().__init__("outfeed enqueue")
@@ -54,16 +71,28 @@ class Enqueued(Operation):
 class IPUOutfeedQueue:
     """A queue that takes values out of a running program.
 
-    Args:
-        outfeed_mode: ALL keeps every element, LAST only the last one of an execution.
-        device_ordinal: which logical device; without effect beyond its check.
-        buffer_depth: how many elements the device could have under way there. 1 to 255; no effect.
-        optimise_latency: how elements travelled there; without effect.
+    Results arrive while the program runs if another thread asks for them before it starts.
 
-    Results arrive while the program runs if another thread has asked for them before it starts.
+    Args:
+        outfeed_mode: ALL (the default) keeps every element, LAST only the last one of an execution.
+        device_ordinal: which logical device; checked, without effect.
+        buffer_depth: how many elements the original's device could send ahead, 1 to 255; checked,
+            without effect.
+        optimise_latency: how elements travelled in the original; without effect.
 
     Raises:
         IPUValueError: an argument has a value it may not have.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> def body(x):
+    ...     outfeed.enqueue(x)
+    ...     return x * 2
+    >>> program = ipu.ipu_compiler.compile(lambda x: ipu.loops.repeat(3, body, x), [1.0])
+    >>> program()[0].item()
+    8.0
+    >>> outfeed.dequeue().tolist()
+    [1.0, 2.0, 4.0]
     """
 
     def __init__(
@@ -102,6 +131,12 @@ class IPUOutfeedQueue:
     def enqueue(self, tensors: TensorLike) -> Enqueued:
         """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached.
 
+        Args:
+            tensors: what to send.
+
+        Returns:
+            An operation; indexing it gives the values that were sent.
+
         Raises:
             IPUValueError: there is nothing to send, or the program sends to this queue
                 in two places.
@@ -136,7 +171,7 @@ class IPUOutfeedQueue:
 
     @property
     def enqueued(self) -> bool:
-        """Whether something was enqueued: in a program that is being traced, in this trace of it."""
+        """Whether something was enqueued; while a program is traced, in this trace of it."""
         if is_tracing():
             return id(current_trace("enqueued")) in self._traces
         return self._enqueued
@@ -176,6 +211,11 @@ class IPUOutfeedQueue:
         return True  # an empty queue is still a queue
 
     def __iter__(self) -> IPUOutfeedQueueIterator:
+        """The elements one by one, until the queue is empty.
+
+        Raises:
+            IPURuntimeError: the mode is LAST.
+        """
         if self.outfeed_mode is not IPUOutfeedMode.ALL:
             raise IPURuntimeError(
                 "IPUOutfeedQueue can only be iterated over if the outfeed_mode is "
@@ -206,7 +246,11 @@ class IPUOutfeedQueue:
         return self._queue
 
     def deliver(self, tensors: TensorLike) -> None:
-        """Take over elements that were put together on the host: leaves with them as first dim."""
+        """Enqueue elements from the host (called by pipelines).
+
+        Args:
+            tensors: a nest of arrays whose first dimension counts the elements.
+        """
         leaves: list[Any] = []
         self._form = _taken_apart(tensors, leaves)
         self._enqueued = True
@@ -214,7 +258,20 @@ class IPUOutfeedQueue:
 
 
 class ScopedIPUOutfeedQueue(IPUOutfeedQueue):
-    """A queue that ends with its object, as every queue does here."""
+    """An `IPUOutfeedQueue` that ends with its object, as every queue does here.
+
+    Args:
+        outfeed_mode: ALL or LAST; None: ALL.
+        device_ordinal: which logical device; checked, without effect.
+
+    Raises:
+        IPUValueError: an argument has a value it may not have.
+
+    >>> from tailrace.compat import ipu
+    >>> queues = ipu.ipu_outfeed_queue
+    >>> queues.ScopedIPUOutfeedQueue(queues.IPUOutfeedMode.LAST).outfeed_mode.name
+    'LAST'
+    """
 
     def __init__(
         self, outfeed_mode: IPUOutfeedMode | None = None, device_ordinal: int | None = None
@@ -223,7 +280,17 @@ class ScopedIPUOutfeedQueue(IPUOutfeedQueue):
 
 
 class IPUOutfeedQueueIterator:
-    """The elements of a queue one by one; it ends when the queue is empty for the moment."""
+    """The elements of a queue one by one; it ends when the queue is empty for the moment.
+
+    Args:
+        outfeed_queue: a queue in mode ALL.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> _ = ipu.ipu_compiler.compile(lambda x: outfeed.enqueue(x), [7.0])()
+    >>> [float(element) for element in outfeed]
+    [7.0]
+    """
 
     def __init__(self, outfeed_queue: IPUOutfeedQueue) -> None:
         self._outfeed_queue = outfeed_queue

@@ -32,7 +32,11 @@ from tailrace.keras.strategy import Strategy
 
 
 class IPUStrategyV1(Strategy):
-    """Models and variables of a program, on the devices of a logical device.
+    """Models made in its scope train on the devices that are configured; also named `IPUStrategy`.
+
+    The number of replicas follows from the devices and the stages of a model. Optimizers receive the
+    mean of the gradients over replicas. Functions given to `run` compute with `keras.ops`, `jax.numpy`
+    or the operations of `tailrace.compat.tensorflow`.
 
     Args:
         ipu_device: the logical device, `"/device:IPU:0"`.
@@ -40,6 +44,21 @@ class IPUStrategyV1(Strategy):
         enable_dataset_iterators: whether `iter(dataset)` of a `tf.data.Dataset`, written in the
             scope, gives an infeed for `run`.
         enable_keras_extensions: whether models made in the scope are trained by the engine.
+
+    Raises:
+        IPUValueError: `ipu_device` does not name a logical device.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> strategy = ipu.ipu_strategy.IPUStrategy()
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> def step(x):
+    ...     outfeed.enqueue(x)
+    ...     return x * 2
+    >>> float(strategy.run(step, args=[np.float32(3)]))
+    6.0
+    >>> outfeed.dequeue().tolist()
+    [3.0]
     """
 
     def __init__(
@@ -65,7 +84,14 @@ class IPUStrategyV1(Strategy):
             yield self
 
     def adopt(self, model: Any) -> None:
-        """Give a model the engine's trainer, on as many replicas as the devices allow."""
+        """Give a model the engine's trainer, on as many replicas as the devices allow.
+
+        Args:
+            model: a Keras model.
+
+        Raises:
+            IPUValueError: the strategy is for another logical device than the first.
+        """
         if not self._extensions:
             return
         if self._ordinal:
@@ -115,11 +141,19 @@ class IPUStrategyV1(Strategy):
         return out[0] if isinstance(out, list) and len(out) == 1 else out
 
     def experimental_run_v2(self, *_: Any, **__: Any) -> Any:
-        """Refused, as in the original."""
+        """Refused, as in the original: use `run`.
+
+        Raises:
+            IPURuntimeError: always.
+        """
         raise IPURuntimeError("experimental_run_v2 is not available: use strategy.run.")
 
     def all_reduce(self, reduce_op: Any, value: object) -> Any:
         """The sum or the mean of a value over replicas, inside a device function.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: the value.
 
         Raises:
             IPUValueError: the operation is neither SUM nor MEAN.

@@ -48,12 +48,13 @@ def repeat(
     infeed_queue: IPUInfeedQueue | None = None,
     use_while_v1: bool = True,
 ) -> Any:
-    """Run `body` n times on the device.
+    """Run `body` n times on the device. Call it in a function given to `ipu_compiler.compile`.
 
     Args:
-        n: how often; an integer, or a value of the program.
+        n: how many times; an integer, or a value of the program. With an infeed it must be known when
+            the program is compiled.
         body: called with the carried values, then with what an element supplies. Returns the carried
-            values, and operations behind them.
+            values, and operations after them.
         inputs: the carried values: one, or a list.
         infeed_queue: where each pass takes an element from.
         use_while_v1: which loop of TensorFlow this became; without effect.
@@ -64,7 +65,12 @@ def repeat(
     Raises:
         IPUTypeError: `n` is not an integer, or the body takes or returns other values than
             those carried.
-        ProgramError: it is called outside of a program.
+        ProgramError: it is called outside a program.
+
+    >>> from tailrace.compat import ipu
+    >>> program = ipu.ipu_compiler.compile(lambda x: ipu.loops.repeat(3, lambda x: x * 2, x), [1.0])
+    >>> program()[0].item()
+    8.0
     """
     del use_while_v1
     loop = _Loop(body, inputs, infeed_queue, "loop body")
@@ -95,15 +101,25 @@ def while_loop(
         condition: called with the carried values; returns a boolean.
         body: as for `repeat`.
         inputs: the carried values.
-        infeed_queue: where each pass takes an element from; those not read go back.
+        infeed_queue: where each pass takes an element from; elements that are not read go back.
         maximum_iterations: the most iterations. With an infeed and without it, an execution
             stages as many elements as a loop may plausibly read, and notes it once.
         use_while_v1: without effect.
 
+    Returns:
+        The carried value; a list of several; an operation if there is none.
+
     Raises:
         IPUTypeError: the body or the condition takes or returns other values than those
             carried.
-        ProgramError: it is called outside of a program.
+        ProgramError: it is called outside a program.
+        OutOfRangeError: when it runs: the loop wants more passes than it has elements or a limit for.
+
+    >>> from tailrace.compat import ipu
+    >>> def until_ten(x):
+    ...     return ipu.loops.while_loop(lambda x: x < 10, lambda x: x * 2, x)
+    >>> ipu.ipu_compiler.compile(until_ten, [1.0])()[0].item()
+    16.0
     """
     del use_while_v1
     loop = _Loop(body, inputs, infeed_queue, "loop body")

@@ -40,9 +40,17 @@ def current_ordinal() -> int:
 def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
     """Programs compiled inside run on this logical device.
 
-    >>> with ipu_scope("/device:IPU:0"):
-    ...     current_ordinal()
-    0
+    Args:
+        device: `"/device:IPU:0"`, or the number of the logical device.
+
+    Raises:
+        IPUValueError: it does not name a logical device.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+    ...     program = ipu.ipu_compiler.compile(lambda x: x + 1, [1.0])
+    >>> program()[0].item()
+    2.0
     """
     token = _ordinal.set(ordinal_of(device))
     try:
@@ -53,13 +61,24 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
 
 @contextlib.contextmanager
 def ipu_shard(index: Any) -> Iterator[None]:
-    """One copy of the program takes the devices up to this one; the compiler places its parts.
+    """Reserve the devices up to this one for each copy of the program.
+
+    The original ran the operations inside on that chip. Here the number of replicas is the same, and a
+    copy computes on the first of its devices; to use all of them, cut the model into the stages of a
+    pipeline.
 
     Args:
         index: the number of a device within a copy of the program, or a list of numbers.
 
     Raises:
         IPUValueError: it is neither a number nor a list of numbers.
+
+    >>> from tailrace.compat import ipu
+    >>> def add(x):
+    ...     with ipu.scopes.ipu_shard(0):
+    ...         return x + 1
+    >>> ipu.ipu_compiler.compile(add, [1.0])()[0].item()
+    2.0
     """
     from tailrace.compat.ipu.config import shards_of
 
@@ -81,14 +100,32 @@ def ipu_shard(index: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ipu_jit_scope(ipu_scope: str) -> Iterator[None]:
-    """Without effect: what is compiled together is what is given to `ipu_compiler.compile`."""
+    """Without effect: one compiled function is one program.
+
+    Args:
+        ipu_scope: a name.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.ipu_jit_scope("step"):
+    ...     pass
+    """
     note_once(f"ipu_jit_scope({ipu_scope!r}) has no effect: a compiled function is one program.")
     yield
 
 
 @contextlib.contextmanager
 def outside_compilation_scope(name: str = "outside") -> Iterator[None]:
-    """What is computed inside is computed with the rest, on the device, with the same results."""
+    """Without effect: what is computed inside is computed on the device, with the same results.
+
+    The original computed it on the host. For code that must run there, use `jax.pure_callback`.
+
+    Args:
+        name: a name.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.outside_compilation_scope():
+    ...     pass
+    """
     note_once(
         f"outside_compilation_scope({name!r}) put operations on the host. They are part of the "
         f"program here; for code that must run on the host, use jax.pure_callback."
@@ -100,7 +137,17 @@ def outside_compilation_scope(name: str = "outside") -> Iterator[None]:
 def frontend_attribute(
     attribute_name: str, attribute_value: str, restore_to: str | None = None
 ) -> Iterator[None]:
-    """Without effect: an attribute of operations, for the original's compiler."""
+    """Without effect: it gave operations an attribute for the original's compiler.
+
+    Args:
+        attribute_name: the attribute.
+        attribute_value: its value inside.
+        restore_to: its value afterwards.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.frontend_attribute("name", "value"):
+    ...     pass
+    """
     del attribute_value, restore_to
     note_once(f"frontend_attribute({attribute_name!r}) is for the original's compiler.")
     yield
@@ -108,7 +155,15 @@ def frontend_attribute(
 
 @contextlib.contextmanager
 def stochastic_rounding(override: bool) -> Iterator[None]:
-    """Without effect: numbers are rounded to the nearest."""
+    """Without effect: results are rounded to the nearest.
+
+    Args:
+        override: whether the original rounded stochastically inside.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.stochastic_rounding(True):
+    ...     pass
+    """
     note_once(
         f"stochastic_rounding({override}) is about the original chip and changes nothing here."
     )
@@ -117,7 +172,15 @@ def stochastic_rounding(override: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def partials_type(override_type: DTypeLike) -> Iterator[None]:
-    """Without effect: products are added up in float32."""
+    """Without effect: products are summed in float32.
+
+    Args:
+        override_type: the dtype in which the original summed products inside.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.scopes.partials_type("float16"):
+    ...     pass
+    """
     note_once(
         f"partials_type({override_type}) is about the original chip and changes nothing here."
     )

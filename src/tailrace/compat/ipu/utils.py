@@ -24,9 +24,18 @@ from tailrace.messages import note_once
 
 
 def get_num_of_ipus_in_device(ipu_device: Any, device: str = "cpu") -> int:
-    """How many devices a logical device has.
+    """How many devices a logical device has; one if nothing is configured.
 
-    >>> get_num_of_ipus_in_device("/device:IPU:0")
+    Args:
+        ipu_device: `"/device:IPU:0"`, or the number of the logical device.
+        device: without effect.
+
+    Raises:
+        IPUValueError: it does not name a logical device.
+        DeviceError: there is no logical device of this number.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.utils.get_num_of_ipus_in_device("/device:IPU:0")
     1
     """
     del device
@@ -39,7 +48,7 @@ def reset_ipu_seed(
     cpu_device: str = "cpu",
     experimental_identical_replicas: bool = False,
 ) -> None:
-    """Let programs draw random numbers from this seed, from their beginning.
+    """Let programs draw random numbers from this seed, from the beginning.
 
     Args:
         seed: the seed of `ops.rand_ops.dropout` and of `tr.key()`. Keras has its own:
@@ -51,6 +60,14 @@ def reset_ipu_seed(
     Raises:
         IPUTypeError: the seed is not an integer.
         IPUNotImplementedError: replicas are to draw the same numbers.
+
+    >>> from tailrace.compat import ipu
+    >>> drop = ipu.ipu_compiler.compile(lambda: ipu.ops.rand_ops.dropout([1.0] * 8))
+    >>> ipu.utils.reset_ipu_seed(1)
+    >>> first = drop()[0].tolist()
+    >>> ipu.utils.reset_ipu_seed(1)
+    >>> drop()[0].tolist() == first
+    True
     """
     del cpu_device
     ordinal_of(device)
@@ -65,13 +82,28 @@ def reset_ipu_seed(
 
 
 def move_variable_initialization_to_cpu(graph: Any = None) -> None:
-    """Without effect: variables are made on the host."""
+    """Without effect: variables are created on the host.
+
+    Args:
+        graph: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.utils.move_variable_initialization_to_cpu()
+    """
     del graph
     note_once("move_variable_initialization_to_cpu has no effect: variables are made on the host.")
 
 
 def use_synthetic_data_for(synthetic_data_category: Any) -> bool:
-    """Whether data of a kind is made up: never."""
+    """Whether data of a kind is made up: always False. Programs compute on the data they are given.
+
+    Args:
+        synthetic_data_category: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.utils.use_synthetic_data_for(None)
+    False
+    """
     del synthetic_data_category
     return False
 

@@ -20,12 +20,24 @@ REPLICAS = "POPDIST_NUM_LOCAL_REPLICAS"
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether this is one of several processes, or a number of replicas is asked for."""
+    """Whether this is one of several processes, or a number of replicas is asked for.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.isPopdistEnvSet()
+    False
+    """
     return PROCESSES in os.environ or REPLICAS in os.environ
 
 
 def init() -> None:
-    """Join the processes."""
+    """Join the processes that `tailrace launch` has started; without effect in a single process.
+
+    Raises:
+        DistributedError: the processes do not find each other.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.init()
+    """
     if PROCESSES in os.environ:
         distributed.initialize()
 
@@ -33,22 +45,32 @@ def init() -> None:
 def getNumInstances() -> int:
     """How many processes there are.
 
-    >>> getNumInstances(), getInstanceIndex(), getNumTotalReplicas()
-    (1, 0, 1)
+    >>> from tailrace.compat import popdist
+    >>> popdist.getNumInstances()
+    1
     """
     return jax.process_count()
 
 
 def getInstanceIndex() -> int:
-    """Which of them this is."""
+    """The number of this process, from 0.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.getInstanceIndex()
+    0
+    """
     return jax.process_index()
 
 
 def getNumLocalReplicas() -> int:
-    """How many replicas a process has.
+    """How many replicas a process has: the environment's `POPDIST_NUM_LOCAL_REPLICAS`, or 1.
 
     Raises:
         OptionError: the environment's number of replicas is not a number.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.getNumLocalReplicas()
+    1
     """
     text = os.environ.get(REPLICAS, "1")
     if not text.isdigit() or int(text) < 1:
@@ -57,17 +79,38 @@ def getNumLocalReplicas() -> int:
 
 
 def getNumTotalReplicas() -> int:
-    """How many replicas all processes have."""
+    """How many replicas all processes have.
+
+    Raises:
+        OptionError: the environment's number of replicas is not a number.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.getNumTotalReplicas()
+    1
+    """
     return getNumInstances() * getNumLocalReplicas()
 
 
 def getReplicaIndexOffset() -> int:
-    """The number of this process's first replica."""
+    """The number of this process's first replica.
+
+    Raises:
+        OptionError: the environment's number of replicas is not a number.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.getReplicaIndexOffset()
+    0
+    """
     return getInstanceIndex() * getNumLocalReplicas()
 
 
 def getNumIpusPerReplica() -> int:
-    """How many devices a replica has: one, if a configuration says nothing else."""
+    """How many devices a replica has: always 1 here; a pipeline takes what its stages need.
+
+    >>> from tailrace.compat import popdist
+    >>> popdist.getNumIpusPerReplica()
+    1
+    """
     return 1
 
 

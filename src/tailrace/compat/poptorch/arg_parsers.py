@@ -11,14 +11,38 @@ from tailrace.torch.calls.containers import register_container
 
 
 class ICustomArgParser:
-    """The interface of a parser: a class derived from it says how a struct is taken apart."""
+    """The interface of a parser: a subclass says how arguments of a class of yours are taken apart.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    >>> class PairParser(poptorch.ICustomArgParser):
+    ...     def yieldTensors(self, struct):
+    ...         yield struct.a
+    ...         yield struct.b
+    ...     def reconstruct(self, original_structure, tensor_iterator):
+    ...         return Pair(next(tensor_iterator), next(tensor_iterator))
+    >>> [x.item() for x in PairParser().yieldTensors(Pair(torch.tensor(1), torch.tensor(2)))]
+    [1, 2]
+    """
 
     def yieldTensors(self, struct: Tree) -> Iterator[Any]:
-        """The tensors in a struct, always in the same order."""
+        """The tensors in a struct, always in the same order.
+
+        Args:
+            struct: an object of the class.
+        """
         raise NotImplementedError("A parser has a method yieldTensors(struct)")
 
     def reconstruct(self, original_structure: Tree, tensor_iterator: Iterator[Any]) -> Any:
-        """A struct like the original with these tensors in it."""
+        """A struct like the original with these tensors in it.
+
+        Args:
+            original_structure: an object of the class.
+            tensor_iterator: yields the tensors, in the order of `yieldTensors`.
+        """
         raise NotImplementedError("A parser has a method reconstruct(original, tensors)")
 
 
@@ -31,10 +55,26 @@ class _Renamed:
 
 
 def registerCustomArgParser(arg_type: type, arg_parser: Any) -> None:
-    """Say how objects of a class of your own are taken apart; None forgets it.
+    """Say how objects of a class of your own are taken apart, as arguments and results of models.
+
+    Args:
+        arg_type: the class.
+        arg_parser: an `ICustomArgParser`; None forgets it.
 
     Raises:
         OptionError: the parser lacks the methods of `ICustomArgParser`.
+
+    >>> from tailrace.compat import poptorch
+    >>> class Pair:
+    ...     pass
+    >>> class PairParser(poptorch.ICustomArgParser):
+    ...     def yieldTensors(self, struct):
+    ...         yield struct.a
+    ...     def reconstruct(self, original_structure, tensor_iterator):
+    ...         original_structure.a = next(tensor_iterator)
+    ...         return original_structure
+    >>> poptorch.registerCustomArgParser(Pair, PairParser())
+    >>> poptorch.registerCustomArgParser(Pair, None)
     """
     if arg_parser is None:
         return register_container(arg_type, None)

@@ -11,7 +11,16 @@ _hooks: dict[str, list[Hook]] = {"before": [], "after": []}
 
 
 class Handle:
-    """What a registration returns; `remove` ends it."""
+    """What a registration returns; `remove` ends it.
+
+    Args:
+        hooks: the registered functions.
+        hook: one of them.
+
+    >>> from tailrace.compat import poptorch
+    >>> handle = poptorch.registerPreCompileHook(lambda: None)
+    >>> handle.remove()
+    """
 
     def __init__(self, hooks: list[Hook], hook: Hook) -> None:
         self._hooks, self._hook = hooks, hook
@@ -23,18 +32,50 @@ class Handle:
 
 
 def registerPreCompileHook(hook: Hook) -> Handle:
-    """Call a function before every compilation."""
+    """Call a function before every compilation.
+
+    Args:
+        hook: a function without arguments.
+
+    Returns:
+        A handle; `handle.remove()` ends it.
+
+    Raises:
+        RuntimeError: it is not callable.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> handle = poptorch.registerPreCompileHook(lambda: print("compiling"))
+    >>> model = poptorch.inferenceModel(torch.nn.ReLU())
+    >>> model.compile(torch.ones(1))
+    compiling
+    >>> handle.remove()
+    """
     return _register("before", hook)
 
 
 def registerPostCompileHook(hook: Hook) -> Handle:
-    """Call a function after every compilation."""
+    """Call a function after every compilation.
+
+    Args:
+        hook: a function without arguments.
+
+    Returns:
+        A handle; `handle.remove()` ends it.
+
+    Raises:
+        RuntimeError: it is not callable.
+
+    >>> from tailrace.compat import poptorch
+    >>> handle = poptorch.registerPostCompileHook(lambda: print("compiled"))
+    >>> handle.remove()
+    """
     return _register("after", hook)
 
 
 def call(when: str) -> None:
-    """Call the hooks of before or after; a copy of the list, because a hook may remove itself."""
-    for hook in list(_hooks[when]):
+    """Call the hooks of before or after."""
+    for hook in list(_hooks[when]):  # a copy: a hook may remove itself
         hook()
 
 

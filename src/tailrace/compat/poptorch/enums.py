@@ -8,7 +8,15 @@ from tailrace.compat.originals.missing import missing_from
 
 
 class OutputMode(enum.Enum):
-    """Which values of a tensor a call returns."""
+    """Which values of a tensor a call returns. `AnchorMode` is an older name.
+
+    Final: those of the last microbatch. All: those of every microbatch. Sum: their sum. EveryN: those
+    of microbatches N-1, 2N-1, ... Default: All for inference, Final for training.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.Options().outputMode(poptorch.OutputMode.EveryN, 4).output_return_period
+    4
+    """
 
     Final = 0
     EveryN = 1
@@ -28,7 +36,12 @@ MODES = {
 
 
 class ReductionType(enum.Enum):
-    """How gradients of microbatches and replicas become one."""
+    """How gradients of microbatches and replicas become one: Sum or Mean. NoReduction is refused.
+
+    >>> from tailrace.compat import poptorch
+    >>> training = poptorch.Options().Training
+    >>> _ = training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    """
 
     Sum = 0
     Mean = 1
@@ -36,7 +49,13 @@ class ReductionType(enum.Enum):
 
 
 class MeanReductionStrategy(enum.Enum):
-    """When a mean is divided."""
+    """When a mean of gradients is divided: Running (as they come), Post (at the end) or PostAndLoss.
+
+    >>> from tailrace.compat import poptorch
+    >>> running = poptorch.MeanReductionStrategy.Running
+    >>> training = poptorch.Options().Training
+    >>> _ = training.setMeanAccumulationAndReplicationReductionStrategy(running)
+    """
 
     Running = 0
     Post = 1
@@ -44,7 +63,19 @@ class MeanReductionStrategy(enum.Enum):
 
 
 class DataLoaderMode(enum.Enum):
-    """How a loader reads."""
+    """How a `DataLoader` reads.
+
+    Sync: when it is asked. Async: ahead, in a thread. AsyncRebatched: ahead, with workers that deliver
+    smaller batches.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> rows = torch.utils.data.TensorDataset(torch.arange(4))
+    >>> mode = poptorch.DataLoaderMode.Async
+    >>> loader = poptorch.DataLoader(poptorch.Options(), rows, batch_size=2, mode=mode)
+    >>> [x.tolist() for (x,) in loader]
+    [[0, 1], [2, 3]]
+    """
 
     Sync = 0
     Async = 1
@@ -52,7 +83,14 @@ class DataLoaderMode(enum.Enum):
 
 
 class SharingStrategy(enum.Enum):
-    """How processes share memory; there are none here."""
+    """How the original's processes shared memory; without effect, there is no second process here.
+
+    SharedMemory, FileSystem, Fork or ForkServer.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.SharingStrategy.ForkServer.value
+    3
+    """
 
     SharedMemory = 0
     FileSystem = 1
@@ -61,7 +99,11 @@ class SharingStrategy(enum.Enum):
 
 
 class ConnectionType(enum.Enum):
-    """When the device is attached."""
+    """When the device is attached: Always or OnDemand, without effect. Never is refused.
+
+    >>> from tailrace.compat import poptorch
+    >>> options = poptorch.Options().connectionType(poptorch.ConnectionType.OnDemand)
+    """
 
     Always = 0
     OnDemand = 1
@@ -69,7 +111,11 @@ class ConnectionType(enum.Enum):
 
 
 class SyncPattern(enum.Enum):
-    """How IPUs synchronise."""
+    """How IPUs synchronise: Full, SinglePipeline or ReplicaAndLadder; without effect.
+
+    >>> from tailrace.compat import poptorch
+    >>> options = poptorch.Options().syncPattern(poptorch.SyncPattern.Full)
+    """
 
     Full = 0
     SinglePipeline = 1
@@ -77,14 +123,27 @@ class SyncPattern(enum.Enum):
 
 
 class AutoStage(enum.Enum):
-    """How blocks become stages."""
+    """How blocks become stages.
+
+    SameAsIpu: the blocks of one device are one stage. AutoIncrement: each new block is the next stage.
+
+    >>> from tailrace.compat import poptorch
+    >>> strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
+    """
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class Liveness(enum.Enum):
-    """Where tensors stay between phases of the IPU."""
+    """Where tensors stay between phases of the IPU; without effect, they stay on the device.
+
+    AlwaysLive, OffChipAfterFwd, OffChipAfterFwdNoOverlap or OffChipAfterEachPhase.
+
+    >>> from tailrace.compat import poptorch
+    >>> strategy = poptorch.SerialPhasedExecution("first", "second")
+    >>> _ = strategy.setTensorsLiveness(poptorch.Liveness.AlwaysLive)
+    """
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -93,7 +152,15 @@ class Liveness(enum.Enum):
 
 
 class CommGroupType(enum.Enum):
-    """Which replicas form a group."""
+    """Which replicas form a group.
+
+    All replicas hold the same parameters, and each has input of its own: `parameter.replicaGrouping`
+    takes All, `Options.inputReplicaGrouping` takes NoGrouping, or groups of one.
+
+    >>> from tailrace.compat import poptorch
+    >>> none = poptorch.CommGroupType.NoGrouping
+    >>> options = poptorch.Options().inputReplicaGrouping(1, none)
+    """
 
     All = 0
     Consecutive = 1
@@ -102,14 +169,28 @@ class CommGroupType(enum.Enum):
 
 
 class VariableRetrievalMode(enum.Enum):
-    """From which replicas a variable is read."""
+    """From which replicas a parameter is read; without effect, all replicas hold the same.
+
+    OnePerGroup or AllReplicas.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.VariableRetrievalMode.OnePerGroup.value
+    0
+    """
 
     OnePerGroup = 0
     AllReplicas = 2
 
 
 class OverlapMode(enum.Enum):
-    """How input and output overlap with computation on the IPU."""
+    """How input and output overlap with computation on the IPU; without effect, they always overlap.
+
+    NoOverlap, OverlapAccumulationLoop or OverlapDeviceIterationLoop.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.OverlapMode.NoOverlap.value
+    'no_overlap'
+    """
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"
@@ -117,7 +198,14 @@ class OverlapMode(enum.Enum):
 
 
 class MatMulSerializationMode(enum.Enum):
-    """How a product is split on the IPU."""
+    """How a matrix product is split on the IPU; without effect.
+
+    InputChannels, ReducingDim, OutputChannels or Disabled.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.MatMulSerializationMode.Disabled.value
+    'none'
+    """
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -126,7 +214,14 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class HalfFloatCastingBehavior(enum.Enum):
-    """Deprecated in the original, without effect."""
+    """Deprecated in the original, without effect.
+
+    FloatDowncastToHalf, HalfUpcastToFloat or Default.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.HalfFloatCastingBehavior.Default.value
+    2
+    """
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -134,7 +229,12 @@ class HalfFloatCastingBehavior(enum.Enum):
 
 
 class MultiConvPlanType(enum.Enum):
-    """How several convolutions are planned together on the IPU."""
+    """How several convolutions are planned together on the IPU: Parallel or Serial; without effect.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.MultiConvPlanType.Serial.value
+    'serial'
+    """
 
     Parallel = "parallel"
     Serial = "serial"

@@ -1,4 +1,7 @@
-"""`poptorch.trainingModel`, `poptorch.inferenceModel`: native models with the original's names."""
+"""`poptorch.trainingModel`, `poptorch.inferenceModel`: native models with the original's names.
+
+Long, and one thing: a class of many short methods, each described for the reference.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,17 @@ from tailrace.torch.tracing.forward import Forward, weights_of
 
 
 class PoplarExecutor(Model):
-    """A module that runs on the device, with the methods of the original."""
+    """A module that runs on the device; made by `trainingModel` or `inferenceModel`, run by calling it.
+
+    It has the original's methods and those of `tt.TrainingModel` or `tt.InferenceModel`. Files contain
+    arrays, not code: to load one, wrap the module again. Events and cycles of the chip are not counted.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> model = poptorch.inferenceModel(torch.nn.Identity())
+    >>> isinstance(model, poptorch.PoplarExecutor), model.isCompiled()
+    (True, False)
+    """
 
     _given: Options
     _detached = False
@@ -62,12 +75,22 @@ class PoplarExecutor(Model):
     # -- running --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one execution; arguments are those of the module's forward."""
+        """Run one execution.
+
+        Args:
+            *args: arguments of the module's forward, with the rows of all microbatches.
+            **kwargs: the same by name.
+        """
         self._detached = False
         return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for arguments like these, without running anything."""
+        """Compile for arguments like these, without running anything.
+
+        Args:
+            *args: arguments as for a call.
+            **kwargs: the same by name.
+        """
         super().compile(*args, **kwargs)
 
     def isCompiled(self) -> bool:
@@ -103,12 +126,20 @@ class PoplarExecutor(Model):
         self._detached = False
 
     def compilationTime(self) -> datetime.timedelta:
-        """How long compiling took."""
+        """How long compiling took.
+
+        Raises:
+            ProgramError: it is not compiled.
+        """
         self._need_compiled()
         return datetime.timedelta(seconds=self._compile_s)
 
     def cycleCount(self) -> int:
-        """Refused: there is no such chip."""
+        """Refused: there are no cycles of an IPU to count.
+
+        Raises:
+            ProgramError: always.
+        """
         if not self._given.log_cycle_count:
             raise ProgramError(
                 "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
@@ -116,7 +147,11 @@ class PoplarExecutor(Model):
         raise ProgramError("Cycle count logging is only supported on actual IPU hardware.")
 
     def getPerfCounters(self) -> Any:
-        """Refused: nothing counts events of tensors."""
+        """Refused: events of single tensors are not counted.
+
+        Raises:
+            ProgramError: always.
+        """
         raise ProgramError(
             "Events of single tensors are not counted here. jax.profiler shows when what ran."
         )
@@ -136,13 +171,27 @@ class PoplarExecutor(Model):
         return self._names.all()
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The values of an anchored tensor in the latest call."""
+        """The values of an anchored tensor in the latest call.
+
+        Args:
+            short_name: the name given to `Options.anchorTensor`.
+
+        Raises:
+            SelectionError: there is no such anchor.
+        """
         return self.anchored_tensor(short_name)
 
     # -- weights --------------------------------------------------------------------------------
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use another optimizer, or other numbers of the same one: for training models."""
+        """Use another optimizer, or other numbers of the same one, from the next call on.
+
+        Args:
+            optimizer: the optimizer.
+
+        Raises:
+            UsageError: this is not a training model.
+        """
         raise UsageError(
             f"setOptimizer is for models made by poptorch.trainingModel; this one was made by "
             f"poptorch.inferenceModel. Received: {type(optimizer).__name__}."
@@ -171,7 +220,13 @@ class PoplarExecutor(Model):
     def save(
         self, path: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True
     ) -> None:
-        """Write the state of the model to a file of arrays; the module itself is code and stays."""
+        """Write the state of the model to a file of arrays; the module's code is not in it.
+
+        Args:
+            path: the file.
+            export_model: without effect beyond a note: wrap the module again and call `load(path)`.
+            save_rng_state: without effect: the state of random numbers is always saved.
+        """
         if export_model:
             note_once(
                 "A saved file holds arrays: wrap the module again and call load(filename) on the "
@@ -182,12 +237,23 @@ class PoplarExecutor(Model):
     def compileAndExport(
         self, filename: str | os.PathLike[str], *args: Any, export_model: bool = True, **kw: Any
     ) -> None:
-        """Compile, then save."""
+        """Compile, then save.
+
+        Args:
+            filename: the file.
+            *args: arguments as for a call.
+            export_model: as for `save`.
+            **kw: arguments by name.
+        """
         self.compile(*args, **kw)
         self.save(filename, export_model)
 
     def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
-        """Load the state from a file; the program itself is compiled again, or cached by JAX."""
+        """Load the state from a file; the program itself is compiled again, or cached by JAX.
+
+        Args:
+            filename: the file.
+        """
         self.load(filename)  # type: ignore[attr-defined]
 
     # -- inside ---------------------------------------------------------------------------------
@@ -214,6 +280,7 @@ class PoplarExecutor(Model):
         try:
             super()._build(args, kwargs)
         except BaseException:
+            # A model that failed to compile is not compiled: the next call starts over.
             self._program = None
             raise
         self._compile_s = time.perf_counter() - started
@@ -249,6 +316,8 @@ class PoplarExecutor(Model):
 
 class _TrainingExecutor(PoplarExecutor, TrainingModel):
     """Made by `trainingModel`."""
+
+    lent = frozenset(["destroy", "copyWeightsToHostIfNeeded"])
 
     def __init__(
         self, module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None
@@ -384,6 +453,8 @@ def trainingModel(
 ) -> PoplarExecutor:
     """Wrap a module for training on the device.
 
+    Each call runs `deviceIterations` steps, in one program.
+
     Args:
         model: the module; its forward computes the loss.
         options: see `Options`.
@@ -391,6 +462,23 @@ def trainingModel(
 
     Raises:
         OptionError: options break a rule, or there are several processes.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> class Squares(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.weight = torch.nn.Parameter(torch.tensor([2.0]))
+    ...     def forward(self, x):
+    ...         return poptorch.identity_loss((self.weight * x) ** 2, reduction="mean")
+    >>> module = Squares()
+    >>> optimizer = poptorch.optim.SGD(module.parameters(), lr=0.25)
+    >>> model = poptorch.trainingModel(module, optimizer=optimizer)
+    >>> model(torch.ones(4)).item()
+    4.0
+    >>> model.copyWeightsToHost()
+    >>> module.weight.item()
+    1.0
     """
     given = _options(options)
     if (processes := given.Distributed.numProcesses) > 1:
@@ -427,6 +515,12 @@ def inferenceModel(
 
     Raises:
         OptionError: options break a rule; inference accumulates no gradients.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> model = poptorch.inferenceModel(torch.nn.ReLU())
+    >>> model(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
     """
     given = _options(options)
     module = model.module if isinstance(model, Model) else model
@@ -474,7 +568,21 @@ def _grouped(
 def load(
     filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], None] | None = None
 ) -> Any:
-    """Refused: a file holds arrays, not the module's code."""
+    """Refused: a file holds arrays, not the module's code. Wrap the module, then call its `load`.
+
+    Args:
+        filename: the file.
+        edit_opts_fn: without effect.
+
+    Raises:
+        ProgramError: always.
+
+    >>> from tailrace.compat import poptorch
+    >>> poptorch.load("model.npz")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    tailrace.errors.ProgramError: A saved model is a file of arrays, ...
+    """
     raise ProgramError(
         f"A saved model is a file of arrays, so that reading one from elsewhere is safe; the module's "
         f"code is not in it. Make the module, wrap it, and call load({str(filename)!r}) on the result."

@@ -45,6 +45,14 @@ class DataLoader(NativeLoader):
     Raises:
         OptionError: `options` is not a `poptorch.Options`.
         UsageError: `mode` is not a `DataLoaderMode`.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> options = poptorch.Options().deviceIterations(3)
+    >>> rows = torch.utils.data.TensorDataset(torch.zeros(12, 5))
+    >>> loader = poptorch.DataLoader(options, rows, batch_size=2)
+    >>> loader.combinedBatchSize, [tuple(x.shape) for (x,) in loader]
+    (6, [(6, 5), (6, 5)])
     """
 
     options: Options
@@ -98,7 +106,7 @@ class DataLoader(NativeLoader):
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """How many rows a batch has."""
+        """How many rows a batch has, those of all microbatches of a call."""
         return self.combined_batch_size
 
 
@@ -110,14 +118,20 @@ class AsynchronousDataAccessor:
     Args:
         dataset: a dataset or a loader.
         buffer_size: how many elements are read ahead.
-        miss_sleep_time_in_ms: accepted; nothing polls here.
-        load_indefinitely: accepted; an iterator reads what it is asked for.
-        early_preload: accepted.
-        sharing_strategy: accepted; there is no second process.
-        rebatched_size: use `DataLoader(mode=DataLoaderMode.AsyncRebatched)`.
+        miss_sleep_time_in_ms: without effect: nothing polls here.
+        load_indefinitely: without effect: an iterator reads what it is asked for.
+        early_preload: without effect.
+        sharing_strategy: without effect: there is no second process.
+        rebatched_size: refused: use `DataLoader(mode=DataLoaderMode.AsyncRebatched)`.
 
     Raises:
         OptionError: `rebatched_size` is given.
+
+    >>> from tailrace.compat import poptorch
+    >>> accessor = poptorch.AsynchronousDataAccessor([1, 2, 3])
+    >>> list(accessor)
+    [1, 2, 3]
+    >>> accessor.terminate()
     """
 
     def __init__(

@@ -16,29 +16,71 @@ from tailrace.torch.errors import UsageError
 
 
 class VariableAttributes:
-    """Which numbers may change after compiling. All may here; the marks are only kept."""
+    """Which numbers of an optimizer may change after compiling. All may here; the marks are only kept.
+
+    Args:
+        names: the numbers there are.
+        variable: those marked as variable.
+
+    >>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = poptorch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> optimizer.variable_attrs.isConstant("lr"), optimizer.variable_attrs.isConstant("momentum")
+    (False, True)
+    """
 
     def __init__(self, names: set[str], variable: set[str]) -> None:
         self._names, self._variable = names, variable
 
     def isConstant(self, attr: str) -> bool:
-        """Whether a number is marked as constant."""
+        """Whether a number is marked as constant.
+
+        Args:
+            attr: its name.
+
+        Raises:
+            UsageError: there is no such number.
+        """
         self._check(attr)
         return attr not in self._variable
 
     def markAsConstant(self, attr: str) -> None:
-        """Mark a number as constant."""
+        """Mark a number as constant.
+
+        Args:
+            attr: its name.
+
+        Raises:
+            UsageError: there is no such number.
+        """
         self._check(attr)
         self._variable.discard(attr)
 
     def markAsVariable(self, attr: str) -> None:
-        """Mark a number as variable."""
+        """Mark a number as variable.
+
+        Args:
+            attr: its name.
+
+        Raises:
+            UsageError: there is no such number.
+        """
         self._check(attr)
         self._variable.add(attr)
 
     def _check(self, attr: str) -> None:
         if attr not in self._names:
             raise UsageError(f"Unknown attribute {attr!r}: there are {sorted(self._names)}")
+
+
+_EXAMPLE = """>>> import torch
+    >>> from tailrace.compat import poptorch
+    >>> optimizer = poptorch.optim.{name}(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    >>> optimizer.loss_scaling
+    1.0
+    """
+"""Of a class that `_with_attributes` makes; that of the native class has its own imports."""
 
 
 def _with_attributes(kind: type) -> type:
@@ -65,7 +107,7 @@ def _with_attributes(kind: type) -> type:
             set(names), {*names[: len(args)], *given} & set(names)
         )
 
-    text = (kind.__doc__ or "").split(">>>")[0]
+    text = (kind.__doc__ or "").split(">>>")[0] + _EXAMPLE.format(name=kind.__name__)
     return type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": text})
 
 

@@ -1,4 +1,7 @@
-"""`poptorch.Options`, with the original's setters."""
+"""`poptorch.Options`, with the original's setters.
+
+Long, and one thing: a class of many short methods, each described for the reference.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,21 @@ from tailrace.torch.errors import CallError, UsageError
 
 
 class Options(OptionsDict):
-    """How a model runs; setters can be chained. A model or a loader that uses it freezes it."""
+    """How a model runs; setters can be chained.
+
+    A model or a loader that uses it freezes it. The environment's `POPTORCH_DEFAULT_OPTIONS` (JSON)
+    sets defaults. Options about the chip are accepted and noted once in the log.
+
+    Raises:
+        FrozenOptions: an option is set after a model or a loader has used the options.
+        UsageError: there is no such option, or a value has the wrong type.
+
+    >>> from tailrace.compat import poptorch
+    >>> options = poptorch.Options().deviceIterations(4).replicationFactor(2)
+    >>> _ = options.Training.gradientAccumulation(8)
+    >>> options.device_iterations, options.Training.gradient_accumulation
+    (4, 8)
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -71,6 +88,7 @@ class Options(OptionsDict):
             log_cycle_count=False,
             show_compilation_progress_bar=True,
         )
+        # Not values: a group is frozen and copied with the options, and has setters of its own.
         for name, part in {
             "Training": TrainingOptions(),
             "Precision": PrecisionOptions(),
@@ -96,17 +114,29 @@ class Options(OptionsDict):
     # -- what counts here -----------------------------------------------------------------------
 
     def deviceIterations(self, device_iterations: int) -> Options:
-        """How many steps, or batches, one call runs on the device."""
+        """How many steps, or batches, one call runs on the device.
+
+        Args:
+            device_iterations: the number.
+        """
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Options:
-        """How many copies run side by side."""
+        """How many copies of the model run side by side.
+
+        Args:
+            replication_factor: the number.
+        """
         return self.set(replication_factor=replication_factor)
 
     def inputReplicaGrouping(
         self, input_group_size: int, input_group_type: enums.CommGroupType
     ) -> Options:
         """Replicas that get the same input: groups of one only.
+
+        Args:
+            input_group_size: how many replicas form a group.
+            input_group_type: a `CommGroupType`.
 
         Raises:
             OptionError: the groups do not divide the replicas, or share their input.
@@ -130,7 +160,15 @@ class Options(OptionsDict):
     def outputMode(
         self, output_mode: enums.OutputMode, output_return_period: int | None = None
     ) -> Options:
-        """Which outputs a call returns."""
+        """Which outputs a call returns.
+
+        Args:
+            output_mode: an `OutputMode`.
+            output_return_period: N of `OutputMode.EveryN`.
+
+        Raises:
+            UsageError: it is not an `OutputMode`, or `EveryN` has no period.
+        """
         _check_mode(output_mode, output_return_period)
         self.set(output_mode=output_mode)
         return self.set(output_return_period=output_return_period or 1)
@@ -138,11 +176,19 @@ class Options(OptionsDict):
     def anchorMode(
         self, anchor_mode: enums.OutputMode, anchor_return_period: int | None = None
     ) -> Options:
-        """An older name of `outputMode`."""
+        """An older name of `outputMode`.
+
+        Args:
+            anchor_mode: an `OutputMode`.
+            anchor_return_period: N of `OutputMode.EveryN`.
+
+        Raises:
+            UsageError: it is not an `OutputMode`, or `EveryN` has no period.
+        """
         return self.outputMode(anchor_mode, anchor_return_period)
 
     def defaultOutputMode(self) -> bool:
-        """Whether no mode was chosen."""
+        """Whether no output mode was chosen."""
         return self.output_mode is enums.OutputMode.Default
 
     def anchorTensor(
@@ -157,10 +203,17 @@ class Options(OptionsDict):
     ) -> None:
         """Return a tensor of the program after each call: `model.getAnchoredTensor(short_name)`.
 
-        `anchor_mode` and `anchor_return_period` are older names of the two last arguments.
+        Args:
+            short_name: the name for `getAnchoredTensor`.
+            long_name: the name of the tensor; `model.getTensorNames()` lists all.
+            output_mode: which values are returned; None: as for the outputs.
+            output_return_period: N of `OutputMode.EveryN`.
+            anchor_mode: an older name of `output_mode`.
+            anchor_return_period: an older name of `output_return_period`.
 
         Raises:
             CallError: an argument is given under both of its names.
+            UsageError: it is not an `OutputMode`, or `EveryN` has no period.
         """
         if output_mode is not None and anchor_mode is not None:
             raise CallError(
@@ -182,6 +235,10 @@ class Options(OptionsDict):
     def setExecutionStrategy(self, strategy: _Strategy) -> Options:
         """How blocks run.
 
+        Args:
+            strategy: a `PipelinedExecution`, `ShardedExecution`, `SerialPhasedExecution` or
+                `ParallelPhasedExecution`.
+
         Raises:
             UsageError: it is not an execution strategy.
         """
@@ -192,44 +249,76 @@ class Options(OptionsDict):
         return self
 
     def randomSeed(self, random_seed: int) -> Options:
-        """Where random numbers come from; PyTorch's own generator is seeded too."""
+        """The seed of random numbers; PyTorch's own generator is seeded too.
+
+        Args:
+            random_seed: the seed.
+        """
         torch.manual_seed(random_seed)
         return self.set(random_seed=random_seed)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
-        """Buffers that change are averaged over replicas here, once a step."""
+        """Without effect: buffers that change are averaged over replicas, once a step.
+
+        Args:
+            broadcast_buffers: kept.
+        """
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def modelName(self, name: str) -> Options:
-        """What reports call the model."""
+        """What reports call the model.
+
+        Args:
+            name: the name.
+        """
         return self.set(model_name=name)
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Options:
-        """Buffers that `copyNamedBuffersToDevice` copies."""
+        """Buffers that `copyNamedBuffersToDevice` copies.
+
+        Args:
+            buffers: their names.
+        """
         return self.set(updatable_named_buffers=list(buffers))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
-        """Unexpected attributes of optimizers are never complained about here."""
+        """Without effect: unexpected attributes of optimizers are never reported.
+
+        Args:
+            relax: kept.
+        """
         return self.set(relax_optimizer_checks=relax)
 
     def disableModuleNamescope(self) -> Options:
-        """Names of operations without the path of their module; they have it here all the same."""
+        """Without effect: names of operations keep the path of their module."""
         noted("disableModuleNamescope")
         return self.set(module_namescope_enabled=False)
 
     def showCompilationProgressBar(self, show: bool = True) -> Options:
-        """There is no progress bar."""
+        """Without effect: there is no progress bar.
+
+        Args:
+            show: kept.
+        """
         return self.set(show_compilation_progress_bar=show)
 
     def logCycleCount(self, log_cycle_count: bool) -> Options:
-        """IPU only: there are no cycles to count."""
+        """IPU only: there are no cycles to count.
+
+        Args:
+            log_cycle_count: kept.
+        """
         noted("logCycleCount")
         return self.set(log_cycle_count=log_cycle_count)
 
     # -- for the IPU only -----------------------------------------------------------------------
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
-        """IPU only: accepted, without effect."""
+        """IPU only: accepted, without effect.
+
+        Args:
+            auto_round_num_ipus: without effect.
+        """
         noted("autoRoundNumIPUs")
         return self
 
@@ -237,6 +326,9 @@ class Options(OptionsDict):
         self, available_memory_proportion: dict[str, float]
     ) -> Options:
         """IPU only: accepted, without effect.
+
+        Args:
+            available_memory_proportion: a proportion for 'IPU0', ...
 
         Raises:
             UsageError: a key does not name a device, such as 'IPU0'.
@@ -250,7 +342,11 @@ class Options(OptionsDict):
         return self
 
     def enableSyntheticData(self, enabled: bool) -> Options:
-        """Without effect: the data that a model is given is used."""
+        """Without effect: a model computes on the data that it is given.
+
+        Args:
+            enabled: noted if True.
+        """
         if enabled:
             note_once(
                 "enableSyntheticData has no effect: a model computes on the tensors that it is given. "
@@ -259,27 +355,46 @@ class Options(OptionsDict):
         return self
 
     def enableProfiling(self, profile_dir: str | None = None) -> Options:
-        """IPU only: accepted, without effect. Use jax.profiler, or `tr.Trainer`."""
+        """IPU only: accepted, without effect. Use `jax.profiler`, or `tr.trace`.
+
+        Args:
+            profile_dir: without effect.
+        """
         noted("enableProfiling")
         return self
 
     def maxRepeatLogs(self, max_lines: int | None) -> Options:
-        """About the original's log."""
+        """About the original's log; without effect.
+
+        Args:
+            max_lines: without effect.
+        """
         noted("maxRepeatLogs")
         return self
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Options:
-        """About the original's log."""
+        """About the original's log; without effect.
+
+        Args:
+            excludes: without effect.
+        """
         noted("sourceLocationExcludes")
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Options:
-        """About the original's log."""
+        """About the original's log; without effect.
+
+        Args:
+            *excludes: without effect.
+        """
         noted("appendToLocationExcludes")
         return self
 
     def connectionType(self, connection_type: enums.ConnectionType) -> Options:
         """IPU only: accepted, without effect; `Never` is refused.
+
+        Args:
+            connection_type: a `ConnectionType`.
 
         Raises:
             UsageError: it is not a `ConnectionType`.
@@ -295,6 +410,9 @@ class Options(OptionsDict):
     def syncPattern(self, sync_pattern: enums.SyncPattern) -> Options:
         """IPU only: accepted, without effect.
 
+        Args:
+            sync_pattern: a `SyncPattern`.
+
         Raises:
             UsageError: it is not a `SyncPattern`.
         """
@@ -306,7 +424,16 @@ class Options(OptionsDict):
     # -- files ----------------------------------------------------------------------------------
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Options:
-        """Call setters from a file: one call a line, without `options.` in front, literals inside."""
+        """Call setters from a file: one call a line, without `options.` in front, literals inside.
+
+        The file is parsed, never executed.
+
+        Args:
+            filepath: the file.
+
+        Raises:
+            ConfigFileError: the file cannot be read, or a line is not a setter with literal arguments.
+        """
         lines = [line.strip() for line in read_text(filepath).splitlines()]
         effective = [line for line in lines if line and not line.startswith("#")]
         for number, line in enumerate(effective, 1):
@@ -314,7 +441,14 @@ class Options(OptionsDict):
         return self
 
     def from_json(self, text: str) -> Options:
-        """Call setters from JSON: `{"Training.gradientAccumulation": 4}`."""
+        """Call setters from JSON: `{"Training.gradientAccumulation": 4}`.
+
+        Args:
+            text: an object of names and values; enums are written as `"OutputMode.All"`.
+
+        Raises:
+            ConfigFileError: the text cannot be read, or a name is not a setter.
+        """
         for name, value in read_object(text).items():
             arguments = value if isinstance(value, list) else [value]
             with calling(name):
@@ -334,8 +468,14 @@ class Options(OptionsDict):
     # -- for the native front end ---------------------------------------------------------------
 
     def native(self, training_model: bool = True) -> ModelOptions:
-        """The same options as `tt.ModelOptions`. With floating point exceptions, the outputs of a
-        model that does not train are looked at on the host."""
+        """The same options as `tt.ModelOptions`.
+
+        With floating point exceptions, the outputs of a model that does not train are checked on
+        the host.
+
+        Args:
+            training_model: whether they are for a training model.
+        """
         training, strategy = self.Training, self.execution_strategy
         kinds, means = enums.ReductionType, enums.MeanReductionStrategy
         reduction = "sum"

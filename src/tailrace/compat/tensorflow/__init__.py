@@ -50,35 +50,76 @@ UnconnectedGradients = _Namespace("UnconnectedGradients", {"NONE": "none", "ZERO
 
 
 def device(device_name: Any) -> Any:
-    """Without effect: programs run on the devices that are configured, the rest on the host."""
+    """Without effect: programs run on the devices that are configured, the rest on the host.
+
+    Args:
+        device_name: the name of a device.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> with tf.device("/device:IPU:0"):
+    ...     pass
+    """
     del device_name
     return contextlib.nullcontext()
 
 
 def name_scope(name: str) -> Any:
-    """What is computed inside has this name in records and profiles."""
+    """What is computed inside has this name in records and profiles.
+
+    Args:
+        name: the name.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> with tf.name_scope("encoder"):
+    ...     x = tf.constant(1.0) + 1
+    """
     return jax.named_scope(name)
 
 
 def is_tensor(x: TensorLike) -> bool:
-    """Whether a value is an array or a variable."""
+    """Whether a value is an array or a variable.
+
+    Args:
+        x: the value.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.is_tensor(tf.constant(1.0)), tf.is_tensor(1.0)
+    (True, False)
+    """
     from keras import KerasTensor
 
     return isinstance(x, jax.Array | Variable | KerasTensor)
 
 
 def executing_eagerly() -> bool:
-    """Whether operations run as they are written: outside of programs."""
+    """Whether operations run as they are written: outside programs.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.executing_eagerly()
+    True
+    """
     from tailrace.compat.ipu.graph.state import current
 
     return current() is None
 
 
 def TensorArray(*args: Any, **kwargs: Any) -> Any:
-    """TensorFlow's own, on the host; in programs, where arrays do not grow, a refusal.
+    """TensorFlow's own, on the host; refused in programs, where arrays do not grow.
+
+    Args:
+        *args: as in TensorFlow.
+        **kwargs: as in TensorFlow.
 
     Raises:
         ProgramError: it is called in a program, whose arrays have one size.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat import tensorflow as tf
+    >>> program = ipu.ipu_compiler.compile(lambda: tf.TensorArray(tf.float32, 3))
+    >>> program()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    tailrace.errors.ProgramError: tf.TensorArray is not available in programs of the device: ...
     """
     from tailrace.compat.ipu.graph.state import current
 
@@ -92,7 +133,16 @@ def TensorArray(*args: Any, **kwargs: Any) -> Any:
 
 
 def get_static_value(tensor: TensorLike, partial: bool = False) -> Any:
-    """The value of a tensor, or None if it is known only when the program runs."""
+    """The value of a tensor, or None if it is known only when the program runs.
+
+    Args:
+        tensor: the tensor.
+        partial: without effect.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.get_static_value(tf.constant([1, 2])).tolist()
+    [1, 2]
+    """
     del partial
     return None if isinstance(tensor, _Tracer) else np.asarray(tensor)
 
@@ -205,6 +255,8 @@ _LATE = {
     "variable_scope": lambda: _v1().variable_scope,
     "global_variables_initializer": lambda: _v1().global_variables_initializer,
     "Graph": lambda: _v1().Graph,
+    "layers": lambda: _v1().layers,
+    "gradients": lambda: _v1().gradients,
 }
 
 

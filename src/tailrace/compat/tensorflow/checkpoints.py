@@ -16,7 +16,11 @@ from tailrace.compat.tensorflow.variables import Module
 
 
 class Status:
-    """What `restore` returns; everything has been restored by then."""
+    """What `Checkpoint.restore` returns; everything has been restored by then.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> _ = tf.train.Checkpoint(w=tf.Variable(2.0)).restore(None).expect_partial()
+    """
 
     def expect_partial(self) -> Status:
         """Without effect."""
@@ -29,10 +33,21 @@ class Checkpoint:
     """Objects with variables, saved and restored together.
 
     Args:
+        root: one object.
         **kwargs: models, layers, optimizers, modules and variables, by name.
 
     Raises:
         IPUValueError: an object has no variables that can be saved.
+
+    >>> import tempfile
+    >>> from tailrace.compat import tensorflow as tf
+    >>> w = tf.Variable(2.0)
+    >>> checkpoint = tf.train.Checkpoint(w=w)
+    >>> path = checkpoint.save(f"{tempfile.mkdtemp()}/model")
+    >>> _ = w.assign(5.0)
+    >>> _ = checkpoint.restore(path)
+    >>> float(w.numpy())
+    2.0
     """
 
     def __init__(self, root: Any = None, **kwargs: Any) -> None:
@@ -47,18 +62,38 @@ class Checkpoint:
         self.save_counter = 0
 
     def write(self, file_prefix: str, **_: Any) -> str:
-        """Write the values; returns the path to read from."""
+        """Write the values; returns the path to read from.
+
+        Args:
+            file_prefix: the path, without an ending.
+            **_: without effect.
+
+        Raises:
+            IPUValueError: a model has not been built.
+        """
         arrays = {name: np.asarray(value_of(v)) for name, v in self._variables().items()}
         saver.write(file_prefix, arrays)
         return file_prefix
 
     def save(self, file_prefix: str, **_: Any) -> str:
-        """Write the values to the next of the numbered files; returns its path."""
+        """Write the values to the next of the numbered files; returns its path.
+
+        Args:
+            file_prefix: the path, without number and ending.
+            **_: without effect.
+
+        Raises:
+            IPUValueError: a model has not been built.
+        """
         self.save_counter += 1
         return self.write(f"{file_prefix}-{self.save_counter}")
 
     def read(self, save_path: str | None, **_: Any) -> Status:
-        """Give all variables the values in a file; without a path, leave them.
+        """Set all variables to the values in a file; without a path, leave them.
+
+        Args:
+            save_path: what `save` or `write` returned.
+            **_: without effect.
 
         Raises:
             NotFoundError: there is no such file, or a variable is not in it. Models and optimizers
@@ -102,6 +137,14 @@ class CheckpointManager:
         directory: where.
         max_to_keep: how many stay.
         checkpoint_name: what names of files begin with.
+        **_: without effect.
+
+    >>> import tempfile
+    >>> from tailrace.compat import tensorflow as tf
+    >>> checkpoint = tf.train.Checkpoint(w=tf.Variable(2.0))
+    >>> manager = tf.train.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=1)
+    >>> manager.save() == manager.latest_checkpoint, len(manager.checkpoints)
+    (True, 1)
     """
 
     def __init__(
@@ -116,6 +159,7 @@ class CheckpointManager:
         self._most, self._name = max_to_keep, checkpoint_name
         latest = self.latest_checkpoint
         self.checkpoints = [] if latest is None else [latest]
+        # The numbers go on where a process before this one stopped.
         if latest is not None and latest.rpartition("-")[2].isdigit():
             checkpoint.save_counter = int(latest.rpartition("-")[2])
 
@@ -125,7 +169,12 @@ class CheckpointManager:
         return saver.latest_checkpoint(self.directory)
 
     def save(self, checkpoint_number: int | None = None, **_: Any) -> str:
-        """Write the next one, and remove the oldest; returns its path."""
+        """Write the next one, and remove the oldest; returns its path.
+
+        Args:
+            checkpoint_number: its number; None: the next.
+            **_: without effect.
+        """
         pathlib.Path(self.directory).mkdir(parents=True, exist_ok=True)
         prefix = f"{self.directory}/{self._name}"
         if checkpoint_number is None:

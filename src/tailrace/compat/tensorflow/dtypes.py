@@ -13,9 +13,14 @@ from tailrace.errors import TailraceError
 
 
 class DType:
-    """A dtype by TensorFlow's name.
+    """A dtype by TensorFlow's name; numpy, JAX, Keras and TensorFlow accept it.
 
-    >>> DType("float32"), DType("float32") == "float32", np.zeros(2, DType("int32")).dtype
+    Args:
+        name: the name.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.float32, tf.float32 == "float32", np.zeros(2, tf.int32).dtype
     (tf.float32, True, dtype('int32'))
     """
 
@@ -112,10 +117,15 @@ OTHER_NAMES = {"half": "float16", "double": "float64"}
 def as_dtype(value: TensorLike) -> DType:
     """The dtype that a name, a numpy dtype or a class means.
 
+    Args:
+        value: the name, dtype or class.
+
     Raises:
         UnknownDType: it names no dtype.
 
-    >>> as_dtype("float32"), as_dtype(np.int32), as_dtype(float)
+    >>> import numpy as np
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.as_dtype("float32"), tf.as_dtype(np.int32), tf.as_dtype(float)
     (tf.float32, tf.int32, tf.float32)
     """
     if isinstance(value, DType):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
@@ -20,12 +21,22 @@ from tailrace.errors import ProgramError
 class Function:
     """What `tf.function` returns.
 
-    Inside of a program (given to `strategy.run`, called by another) it is a part of that program.
+    Inside a program (given to `strategy.run`, called by another) it is a part of that program.
     Called on the host it is a separate program, compiled for each form of its arguments. While a tape
     records it runs operation by operation.
 
+    Args:
+        function: the function inside.
+        input_signature: the dtypes of its arguments, as `tf.TensorSpec` objects.
+        autograph: whether its loops and branches over values of the device become the program's.
+
     Attributes:
         python_function: the function inside.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> double = tf.function(lambda x: x * 2)
+    >>> float(double(tf.constant(2.0))), double.experimental_get_tracing_count()
+    (4.0, 1)
     """
 
     def __init__(
@@ -45,11 +56,19 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it.
 
+        Args:
+            *args: arguments of the function.
+            **kwargs: the same by name.
+
         Raises:
-            ProgramError: a loop or branch over device values could not be rewritten.
+            ProgramError: a loop or branch over device values could not be rewritten, or there are more
+                arguments than the signature has.
         """
+        if describing():
+            return deferred_call(self, args, kwargs)
         args = self._checked(args)
         try:
+            # Part of the program around; and a tape must see each operation, not one program.
             if current() is not None or recording() is not None:
                 return self._inner(*args, **kwargs)
             return self._calls(self._inner, args, kwargs)
@@ -76,7 +95,12 @@ class Function:
         return self if obj is None else functools.partial(self, obj)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself: it is compiled for each form of its arguments when it is called."""
+        """The function itself: it is compiled for each form of its arguments when it is called.
+
+        Args:
+            *args: without effect.
+            **kwargs: without effect.
+        """
         del args, kwargs
         return self
 
@@ -102,14 +126,24 @@ def function(
     jit_compile: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Make a function one that is compiled; a decorator, with arguments or without.
+    """Compile a function; a decorator, with arguments or without.
+
+    Loops and branches over values of the device become loops and branches of the program, if the extra
+    `tensorflow` is installed; a `return` inside such a loop is allowed.
 
     Args:
         func: the function; None in a decorator with arguments.
-        input_signature: the dtypes of its arguments, as `tf.TensorSpec`s.
+        input_signature: the dtypes of its arguments, as `tf.TensorSpec` objects.
         autograph: whether its loops and branches over values of the device become the program's.
         jit_compile: without effect: it is always compiled.
         **options: `reduce_retracing`, `experimental_...`: without effect.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> @tf.function
+    ... def double(x):
+    ...     return x * 2
+    >>> float(double(tf.constant(2.0)))
+    4.0
     """
     del jit_compile, options
     if func is None:

@@ -18,6 +18,7 @@ import keras
 
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.graph.deferred import Deferred
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
@@ -40,9 +41,18 @@ def recording() -> Any:
 class GradientTape:
     """A block whose values can be differentiated.
 
+    Outside a program it keeps every operation and its arrays; inside a program it costs nothing.
+
     Args:
         persistent: whether more than one gradient may be asked for.
         watch_accessed_variables: whether trainable variables that are read are watched.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> w = tf.Variable(3.0)
+    >>> with tf.GradientTape() as tape:
+    ...     loss = w * w
+    >>> float(tape.gradient(loss, w))
+    6.0
     """
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
@@ -76,7 +86,11 @@ class GradientTape:
     # -- what is watched ------------------------------------------------------------------------
 
     def watch(self, tensor: TensorLike) -> None:
-        """Let gradients be asked for in these tensors or variables."""
+        """Let gradients be asked for with respect to these tensors or variables.
+
+        Args:
+            tensor: a tensor or a variable, or a nest of them.
+        """
         for leaf in leaves(tensor):
             self._watched[id(leaf)] = leaf
 
@@ -109,7 +123,12 @@ class GradientTape:
         self._used = False
 
     def was_read(self, variable: VariableLike, array: object) -> None:
-        """Note the array that a variable was read as."""
+        """Note the array that a variable was read as (called when one is read).
+
+        Args:
+            variable: the variable.
+            array: the array.
+        """
         self._read.setdefault(id(variable), (variable, array))
 
     # -- gradients ------------------------------------------------------------------------------
@@ -128,13 +147,16 @@ class GradientTape:
             sources: variables and tensors: one, or a nest of them.
             output_gradients: weights of the target's elements.
             unconnected_gradients: "none", or "zero" for zeros in sources that the target does not
-                depend on. Inside of a program they are always zeros.
+                depend on. Inside a program they are always zeros.
 
         Raises:
             IPURuntimeError: the tape is not persistent, and has given its gradients.
         """
         self._use()
         found = list(leaves(sources))
+        if any(isinstance(leaf, Deferred) for leaf in leaves(target)):  # a graph of TensorFlow 1
+            rest = iter(_described(list(leaves(target)), found, output_gradients))
+            return mapped(lambda _: next(rest), sources)
         targets = [_array(leaf) for leaf in leaves(target)]
         weights = None if output_gradients is None else list(leaves(output_gradients))
         if self._in_program and current() is not None:
@@ -153,6 +175,11 @@ class GradientTape:
     def jacobian(self, target: TensorLike, sources: Tree, **_: Any) -> Any:
         """The gradient of each element of `target`, in the form of `sources`.
 
+        Args:
+            target: a tensor.
+            sources: variables and tensors: one, or a nest of them.
+            **_: without effect.
+
         Raises:
             IPURuntimeError: it is called in a program, or the tape is used up.
         """
@@ -166,7 +193,16 @@ class GradientTape:
         return mapped(lambda _: next(rest), sources)
 
     def batch_jacobian(self, target: TensorLike, source: Tree, **_: Any) -> Any:
-        """The jacobian of each row of `target` in the same row of `source`."""
+        """The jacobian of each row of `target` with respect to the same row of `source`.
+
+        Args:
+            target: a tensor.
+            source: a tensor or variable with as many rows.
+            **_: without effect.
+
+        Raises:
+            IPURuntimeError: it is called in a program, or the tape is used up.
+        """
         whole = self.jacobian(target, source)
         rows = jnp.arange(whole.shape[0])
         between = _array(target).ndim
@@ -193,6 +229,12 @@ class GradientTape:
                 "jacobians). Use tf.GradientTape(persistent=True)."
             )
         self._used = True
+
+
+def _described(targets: list[Any], sources: list[Any], weights: Tree) -> list[Any]:
+    from tailrace.compat.tensorflow.v1.gradients import gradients as described
+
+    return described(targets, sources, None if weights is None else list(leaves(weights)))
 
 
 def _array(value: TensorLike) -> Any:

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.deferred import (
+    Deferred,
+    current_session,
+    deferred_call,
+    describing,
+    value_now,
+)
+from tailrace.compat.ipu.graph.named_variables import enter_variable
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current, value_of
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
 
 class Variable(keras.Variable):
-    """An array that programs read and change.
+    """An array that programs read and change: a `keras.Variable` with TensorFlow's arguments.
+
+    Its `value` is an attribute, as in Keras. 64-bit dtypes become 32-bit.
 
     Args:
         initial_value: an array, a number, or a function that returns one.
         trainable: whether gradients and optimizers concern it.
+        validate_shape: without effect.
+        caching_device: without effect.
         name: what it is called.
+        variable_def: without effect.
         dtype: None keeps that of the value; Python's floats become float32.
-        **options: `validate_shape`, `caching_device`, `synchronization`...: without effect.
+        **options: `synchronization`, `aggregation`...: without effect.
 
     Raises:
-        ProgramError: it is made inside a program, which is traced more than once.
+        ProgramError: it is created inside a program, which is traced more than once.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> w = tf.Variable([1.0, 2.0], name="w")
+    >>> w.assign_add([1.0, 1.0]).numpy().tolist()
+    [2.0, 3.0]
     """
 
     def __init__(
@@ -46,7 +67,12 @@ class Variable(keras.Variable):
                 f"traced more than once. tf.Variable(name={name!r}) is made inside. Make it before, or "
                 f"use tf.compat.v1.get_variable(name, ...), which finds it again."
             )
-        value: Any = initial_value() if callable(initial_value) else initial_value
+        described = describing()
+
+        def initial() -> Any:
+            return value_now(initial_value() if callable(initial_value) else initial_value)
+
+        value: Any = initial()
         value = np.asarray(value) if not hasattr(value, "dtype") else value
         kind = narrowed(value.dtype if dtype is None else dtype)
         super().__init__(
@@ -55,36 +81,67 @@ class Variable(keras.Variable):
             trainable=trainable is not False,
             name=(name or "Variable").replace("/", "_"),
         )
+        self._initial = initial if described else None  # elsewhere it is never asked for again
+        if described:
+            enter_variable(self, name or "Variable")
 
     def read_value(self) -> Any:
-        """The value."""
-        return self.value
+        """The value; in a graph of TensorFlow 1, that which it has when a session runs."""
+        return deferred_call(value_of, (self,), {}) if describing() else self.value
+
+    def eval(self, session: Any = None) -> Any:
+        """The value, in a session or the one around."""
+        return (session or current_session()).run(self)
+
+    def reset(self) -> None:
+        """Give it the value that it was made with, if it was made in a graph of TensorFlow 1."""
+        if self._initial is not None:
+            super().assign(self._initial())
 
     def assign(self, value: TensorLike, *_: Any, **__: Any) -> Any:
-        """Give it another value."""
-        super().assign(value)
-        return self
+        """Set another value.
+
+        Args:
+            value: the value.
+            *_: without effect.
+            **__: without effect.
+        """
+        return self._changed("assign", value)
 
     def assign_add(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
-        """Add to it."""
-        super().assign_add(delta)
-        return self
+        """Add to it.
+
+        Args:
+            delta: what to add.
+            *_: without effect.
+            **__: without effect.
+        """
+        return self._changed("assign_add", delta)
 
     def assign_sub(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
-        """Subtract from it."""
-        super().assign_sub(delta)
+        """Subtract from it.
+
+        Args:
+            delta: what to subtract.
+            *_: without effect.
+            **__: without effect.
+        """
+        return self._changed("assign_sub", delta)
+
+    def _changed(self, method: str, value: TensorLike) -> Any:
+        if describing() or isinstance(value, Deferred):
+            return deferred_call(type(self)._changed, (self, method, value), {})
+        getattr(super(), method)(value)
         return self
 
     def initialized_value(self) -> Any:
-        """The value."""
-        return self.value
+        """The value, for the initial value of another: those are computed in the order of making."""
+        return self.read_value()
 
     @property
     def initializer(self) -> Any:
-        """An operation that does nothing: a variable has its value when it is made."""
-        from tailrace.compat.ipu.graph.operations import Operation
-
-        return Operation("variable initializer")
+        """An operation that gives it its first value; outside of graphs it has it when it is made."""
+        return Operation("variable initializer", self.reset)
 
     def get_shape(self) -> Any:
         """The shape."""
@@ -94,8 +151,39 @@ class Variable(keras.Variable):
         return int(self.value)
 
 
+def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any) -> Any:
+        if describing() or any(isinstance(arg, Deferred) for arg in args):
+            return deferred_call(plain, (self, *args), {})
+        return plain(self, *args)
+
+    return method
+
+
+_BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_ONE_WAY = ("getitem", "neg", "abs", "lt", "le", "gt", "ge")
+for _name in (*_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS), *_ONE_WAY):
+    setattr(Variable, f"__{_name}__", _computed(getattr(keras.Variable, f"__{_name}__")))
+
+
 class Module:
-    """An object whose attributes hold variables, and other such objects."""
+    """An object whose attributes hold variables, and other such objects.
+
+    Args:
+        name: what it is called; None: the name of its class.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> class Scale(tf.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = tf.Variable(2.0)
+    ...     def __call__(self, x):
+    ...         return self.w * x
+    >>> scale = Scale()
+    >>> float(scale(3.0)), len(scale.trainable_variables)
+    (6.0, 1)
+    """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__.lower()

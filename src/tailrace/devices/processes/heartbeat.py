@@ -82,7 +82,7 @@ class Heartbeat:
         woken = time.monotonic()
         while not self._ended.wait(self._pause / 2):
             now = time.monotonic()
-            # Else a laptop that slept, or a debugger, would end all processes on waking.
+            # Otherwise a laptop that slept, or a debugger, would end all processes on waking.
             if now - woken > self._limit_s / 2:  # this process was itself stopped, or starved
                 self._last_signs = {
                     other: (text, now) for other, (text, _) in self._last_signs.items()

@@ -1,4 +1,4 @@
-"""How a process learns who it is: from arguments, `tailrace launch`, or a cluster."""
+"""The identity of a process: from arguments, `tailrace launch`, or a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_a_cluster() -> bool:
 
 
 def check_address(address: str | None, count: int | None, number: int | None) -> None:
-    """Check what was given, before anything waits for it."""
+    """Check the arguments, before anything waits for them."""
     if count is None or number is None:
         return
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (count, number))

@@ -91,7 +91,7 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
     environment[COORDINATOR] = f"127.0.0.1:{free_port()}"
     environment[TOKEN] = secrets.token_hex(16)  # no other process on this machine can join
     environment[PROCESSES] = str(processes)
-    environment["PYTHONUNBUFFERED"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"  # through a pipe, lines would arrive late, or never
     if devices is not None:
         environment["TAILRACE_DEVICES"] = str(devices)
     watched: list[Watched] = []
@@ -118,7 +118,7 @@ def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
     failed.finish_reading()
     print(_failure_message(failed, len(watched), others), file=sys.stderr, flush=True)
     code = failed.process.returncode
-    return code if code > 0 else 128 - code
+    return code if code > 0 else 128 - code  # of a signal, as a shell reports it
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def _guardian() -> Iterator[Callable[[str], None]]:
     """A process that terminates the others if this one is killed; yields a function to inform it."""
     path = os.path.join(os.path.dirname(__file__), "guardian.py")
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", path],
+        [sys.executable, "-I", "-S", path],  # starts at once: no site packages, no environment
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -151,7 +151,7 @@ def _guardian() -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the launcher as Ctrl-C does, with its processes."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield
         return
 
@@ -190,6 +190,7 @@ def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched |
 
 
 def _end(watched: Sequence[Watched]) -> None:
+    # All at once, then one by one: together they get GRACE_S, not each.
     for one in watched:
         one.signal(signal.SIGTERM)
     give_up = time.monotonic() + GRACE_S
@@ -207,7 +208,7 @@ def _failure_message(failed: Watched, processes: int, others: Sequence[Watched])
     if code < 0:
         with contextlib.suppress(ValueError):
             how = f"was ended by {signal.Signals(-code).name}"
-    lines = [f"  | {line}" for line in failed.last] or ["  | (it said nothing)"]
+    lines = [f"  | {line}" for line in failed.last] or ["  | (it printed nothing)"]
     ended = ", ".join(str(one.number) for one in others)
     rest = f" The others ({ended}) were ended." if others else ""
     return "\n".join(

@@ -105,6 +105,7 @@ class _Roll:
             left = give_up - time.monotonic()
             if left <= 0:
                 return None
+            # At most half a second, so that silent connections are noticed in time.
             for key, _ in self._selector.select(min(left, 0.5)):
                 if key.fileobj is self._server:
                     self._accept()
@@ -120,8 +121,7 @@ class _Roll:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
-            # A port on a network is found by others; connections that say nothing must not use up all
-            # handles.
+            # Strangers find a port on a network; silent connections must not use up all handles.
             if len(self._silent) >= _MOST_CONNECTIONS:
                 self._drop(next(iter(self._silent)))
             connection.setblocking(False)
@@ -158,9 +158,10 @@ class _Roll:
 
     def _is_believed(self, report: dict[str, Any]) -> bool:
         number, count, token = report.get("process"), report.get("count"), report.get("token", "")
+        # By type: True is an int to isinstance, and would be process 1.
         if type(number) is not int or type(count) is not int or not isinstance(token, str):
             return False
-        # In constant time: how long a comparison takes would otherwise tell a stranger the token.
+        # In constant time: how long a comparison takes would otherwise reveal the token.
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _drop(self, connection: socket.socket) -> None:
@@ -176,7 +177,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
         left = give_up - time.monotonic()
         if left <= 0:
             raise DistributedError(
-                f"Process 0, the coordinator, did not arrive within {timeout_s:g} seconds: nobody "
+                f"Process 0, the coordinator, did not arrive within {timeout_s:g} seconds: nothing "
                 f"listens at {host}:{port}, or it does not know this process (is {TOKEN} the same "
                 f"everywhere?). Start it, check that the address can be reached from here, or raise "
                 f"timeout_s."
@@ -186,7 +187,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
                 connection.sendall(json.dumps(report).encode() + b"\n")
                 # A little longer than process 0, which reports who is missing when time is up.
                 answer = _read(connection, left + 5.0)
-        except OSError:
+        except OSError:  # process 0 is not there yet, or has dropped this connection
             answer = None
         if answer is None:
             time.sleep(_RETRY_S)
@@ -199,13 +200,14 @@ def listening_at(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host.strip("[]"), port), backlog=128)
     except OSError as error:
-        # Resolution errors have negative numbers.
+        # An address that only others see, behind NAT or in a container: listen everywhere instead.
+        # (Errors of name resolution have negative numbers.)
         unknown = error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0
         if unknown and not is_loopback(host):
             with contextlib.suppress(OSError):
                 return socket.create_server(("", port), backlog=128)
         raise DistributedError(
-            f"Process 0 listens at the coordinator's port, but port {port} of {host} cannot be had "
+            f"Process 0 listens at the coordinator's port, but port {port} of {host} cannot be used "
             f"({error.strerror}). Choose another one, or end the program that has it."
         ) from error
 
@@ -230,7 +232,7 @@ def _missing(missing: list[int], count: int, timeout_s: float) -> str:
     which = f"process {listed}" if len(missing) == 1 else f"processes {listed}"
     return (
         f"All {count} processes start together, but {which} did not arrive within {timeout_s:g} "
-        f"seconds. Look at what became of {'it' if len(missing) == 1 else 'them'}, or raise timeout_s "
+        f"seconds. Check {'its' if len(missing) == 1 else 'their'} output, or raise timeout_s "
         f"in tr.distributed.initialize."
     )
 
@@ -258,6 +260,6 @@ def _read(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
 def _parsed(text: bytes | bytearray) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # deeply nested brackets, from a stranger
         return None
     return found if isinstance(found, dict) else None

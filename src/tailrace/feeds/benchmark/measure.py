@@ -17,6 +17,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count, check_number
 from tailrace.data.dataset import Dataset
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.errors import DataError, DataExhausted, OptionError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.elements import ElementSpec
@@ -38,13 +39,13 @@ def dataset_benchmark(
     The thread, the blocks and the copies are those of a fit; only the steps are missing.
 
     Args:
-        dataset: whatever `as_dataset` takes. It must hold epochs * elements_per_epoch elements: it
-            is read on from epoch to epoch and never restarted.
-        epochs: how many measurements to make, one after the other.
+        dataset: anything that `as_dataset` accepts. It must hold epochs * elements_per_epoch elements:
+            it is read on from epoch to epoch and never restarted.
+        epochs: the number of measurements, one after the other.
         elements_per_epoch: elements in each of them.
         do_memcpy: move every block to the device, as a fit does; otherwise blocks stay in the
             memory of the host.
-        print_stats: print the figures of each epoch when it ends.
+        print_stats: whether to print the figures of each epoch when it ends.
         timeout_s: the longest wait for one element.
 
     Returns:
@@ -56,7 +57,7 @@ def dataset_benchmark(
         DataExhausted: the dataset ends too early.
         ProducerError: the dataset raised; its exception is the cause.
         DataTimeout: an element did not come within timeout_s.
-        DataError: another rule is broken; the text says which.
+        DataError: the dataset breaks another rule; the message says which.
 
     >>> import json
     >>> import numpy as np
@@ -134,8 +135,8 @@ def infeed_benchmark(
     )
 
 
-def _deliver(infeed: InfeedQueue, count: int, following: int, place: Any) -> None:
-    """Take a block as an execution does, and be done with it as soon as it has arrived."""
+def _deliver(infeed: InfeedQueue, count: int, following: int, place: Device) -> None:
+    """Take a block as an execution does, and release it as soon as it has arrived."""
     staged = infeed.take(count, place, then=following)
     jax.block_until_ready(staged.device)
     infeed.started(None)
@@ -166,8 +167,8 @@ def _host() -> Any:
 
 
 def _figures(elements: int, spec: ElementSpec, seconds: float) -> dict[str, float]:
-    seconds = max(seconds, 1e-9)  # a clock's tick, so that no figure is infinite
-    # As the dataset delivers them: 64 bits are narrowed on the way.
+    seconds = max(seconds, 1e-9)  # at least a clock tick, so that no figure is infinite
+    # The dtypes of the dataset: 64-bit values are narrowed on the way to the device.
     sizes = [s.size * d.itemsize for s, d in zip(spec.leaves, spec.dtypes, strict=True)]
     total_bytes = elements * sum(sizes)
     return {

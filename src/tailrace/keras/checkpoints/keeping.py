@@ -155,8 +155,7 @@ class Keeping:
 
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint that the fit goes on from, its arrays and its note."""
-        kept = self._writer.directory.newest(self._writer.fit)
-        return None if kept is None else (kept, *orbax_files.read(kept.path))
+        return self._writer.directory.read_newest(self._writer.fit)
 
     @property
     def finished(self) -> bool:

@@ -144,7 +144,8 @@ def replay_fit(
         pacing: of the fit.
         call: the arguments of Keras' `fit`.
     """
-    kept, directory = nearest(checkpoint, step)
+    start = nearest(checkpoint, step)
+    kept, directory = start.kept, start.directory
     past = PastFit(kept, step, _recorded(adopted, directory, step))
     with _apart(adopted, past, observe):
         fit_kept(adopted, past, pacing, call)

@@ -13,9 +13,10 @@ from tailrace.records.history import History
 FEWEST = 50
 """The fewest steps, or executions, for a finding."""
 RISE, SLOWDOWN = 0.25, 0.7
-"""A loss that ends that much of its fall above its lowest rose; a speed below that part of its
-median has fallen."""
+"""A loss has risen if it ends above its minimum by more than this fraction of its fall. A speed has
+dropped if it is below this fraction of its median."""
 PARTS = 20
+"""The loss is averaged over this many parts, since single steps are too noisy to compare."""
 
 
 def course_findings(history: History, speed: np.ndarray) -> Iterator[Finding]:

@@ -12,17 +12,17 @@ from tailrace.page.layers import LayerMap
 from tailrace.page.summary import number
 
 DEPTH_RATIO = 1e-3
-"""Gradients of the first layers below that part of the largest layer's vanish; above its inverse,
-compared with the last layer's, they explode."""
+"""Gradients of the first layers vanish if they are below this fraction of the largest layer's. They
+explode if they are above the last layer's by the inverse factor."""
 
 GROWTH = 1e3
-"""A gradient that grows by that factor over the median of what it was before explodes."""
+"""A gradient explodes if it exceeds its median so far by this factor."""
 
 ABOVE = 10.0
-"""It must also be that much above the largest median of all gradients of the run."""
+"""It must also exceed the largest median of all gradients of the run by this factor."""
 
 FEWEST = 8
-"""The fewest columns before the highest one for a finding."""
+"""The fewest columns before the maximum, so that a median means something."""
 
 KINDS = ("grad", "accumulated", "reduced")
 """The kinds that count as gradients; the first recorded one is used."""
@@ -61,8 +61,9 @@ def _through_layers(names: list[str], late: np.ndarray, ordered: bool) -> Iterat
         values = late[places]
         values = values[np.isfinite(values) & (values > 0)]
         if len(values):
+            # The largest tensor of a layer: a bias may have a small gradient beside a healthy kernel.
             sizes[layer] = float(values.max())
-    # Two layers have no course: a ratio between them is the rule, not a finding.
+    # Two layers show no trend: a large ratio between them is common.
     if len(sizes) < 3:
         return
     names_in_order, values = list(sizes), np.array(list(sizes.values()))
@@ -103,7 +104,7 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
         if len(before) < FEWEST:
             continue
         growth = float(values[highest] / np.median(before))
-        is_large = values[highest] > ABOVE * usual  # not a gradient that comes back to life
+        is_large = values[highest] > ABOVE * usual  # not a gradient that was close to zero before
         if growth > GROWTH and is_large and (worst is None or growth > worst[0]):
             worst = growth, row, highest
     if worst is not None:

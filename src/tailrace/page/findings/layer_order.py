@@ -1,4 +1,4 @@
-"""Tensors by layer, from the input of the model to its output; and the one that a step makes first."""
+"""Tensors by layer, from the input of the model to its output; and the first that a step computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tailrace.runs.diff.difference import ORDER as KINDS
 
 BACK = ("cotangent", "grad")
-"""Kinds that the backward pass makes."""
+"""Kinds that the backward pass computes."""
 
 _DIGITS = re.compile(r"\d+")
 
@@ -43,6 +43,7 @@ def layers(names: Sequence[str], ordered: bool = False) -> dict[str, list[int]]:
     families: dict[str, list[str]] = {}
     for layer in found:
         families.setdefault(_DIGITS.sub("#", layer), []).append(layer)
+    # Each position keeps its family (`blocks/#/attn`); only its members are sorted by number.
     queues = {family: iter(sorted(members, key=_numbers)) for family, members in families.items()}
     by_number = [next(queues[_DIGITS.sub("#", layer)]) for layer in found]
     return {layer: found[layer] for layer in by_number}
@@ -53,7 +54,7 @@ def _numbers(layer: str) -> list[int]:
 
 
 def made_first(names: Sequence[str]) -> int:
-    """The index of the tensor that a step makes first, of names from the input to the output.
+    """The index of the tensor that a step computes first. Names are in order, from input to output.
 
     Kinds follow each other in the order of a step. The backward pass starts at the output.
 

@@ -48,6 +48,7 @@ def _tensors(bad: LayerMap) -> Iterator[Finding]:
         there = bad.values > 0
     if not there.any():
         return
+    # Within a step a NaN spreads to most tensors: the one that is computed first shows the cause.
     column = int(np.argmax(there.any(axis=0)))
     rows = np.flatnonzero(there[:, column])
     row = int(rows[made_first([bad.names[index] for index in rows])])

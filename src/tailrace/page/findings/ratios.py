@@ -11,8 +11,8 @@ from tailrace.page.layers import LayerMap
 from tailrace.page.summary import number
 
 FAST, SLOW = 3e-2, 1e-6
-"""A step that moves a weight by more than the first is large, by less than the second is lost;
-about a thousandth is usual."""
+"""An update above the first fraction of a weight's size is too large; below the second it is lost to
+rounding. About a thousandth is usual."""
 
 
 def ratios(rms: LayerMap) -> dict[str, float]:
@@ -33,6 +33,7 @@ def ratio_findings(rms: LayerMap) -> Iterator[Finding]:
     """Findings about updates that are too large or too small."""
     found = ratios(rms)
     fast = {name: ratio for name, ratio in found.items() if ratio > FAST}
+    # Exactly zero is a parameter without a gradient, which has a finding of its own.
     slow = {name: ratio for name, ratio in found.items() if 0 < ratio < SLOW}
     if fast:
         worst = max(fast, key=lambda name: fast[name])

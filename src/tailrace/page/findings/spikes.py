@@ -13,7 +13,7 @@ from tailrace.page.summary import number
 from tailrace.records.scores import SPIKE_LEAST, SPIKE_SCORE, SPIKE_WINDOW, moving_scores
 
 MOST_STEPS = 100_000
-"""The latest steps that are looked at when a run is opened: about a second."""
+"""The most steps to examine when a run is opened, which takes about a second."""
 MOST_LISTED = 5
 
 
@@ -21,7 +21,7 @@ def spike_findings(followed: FollowedRun) -> Iterator[Finding]:
     """A finding that names the steps of spikes."""
     run = followed.readable()
     steps, loss = run.history.steps, run.history.loss
-    good = np.isfinite(loss)  # others have a finding of their own
+    good = np.isfinite(loss)  # NaN and Inf have a finding of their own
     steps, loss = steps[good], loss[good].astype(np.float64)
     fits = run.executions.get("fit", np.zeros(0, np.int64))
     search = followed.kept("spikes", SpikeSearch)
@@ -45,7 +45,7 @@ def spike_findings(followed: FollowedRun) -> Iterator[Finding]:
 
 
 class SpikeSearch:
-    """The spikes of a loss that grows; each value is looked at once.
+    """The spikes of a loss that gets longer; each value is examined once.
 
     Attributes:
         rows: the index of each spike: of its first step, if several follow each other.
@@ -58,11 +58,11 @@ class SpikeSearch:
         self._seen = self._last = -1
 
     def look(self, loss: np.ndarray, starts: np.ndarray) -> None:
-        """Look at the values since the last call.
+        """Examine the values since the last call.
 
         Args:
             loss: all values so far, finite.
-            starts: where fits begin: a fit is compared with itself only.
+            starts: the indices at which fits begin; a fit is only compared with itself.
         """
         begin = max(self._seen, len(loss) - MOST_STEPS, 0)
         cuts = [begin, *starts[(starts > begin) & (starts < len(loss))].tolist(), len(loss)]
@@ -77,16 +77,16 @@ class SpikeSearch:
         self._seen = len(loss)
 
     def _add(self, row: int, score: float) -> None:
-        if row != self._last + 1 or not self.rows:
+        if row != self._last + 1 or not self.rows:  # neighbours are one spike
             self.rows.append(row)
             self.scores.append(score)
         self._last = row
 
 
 def _is_far(values: np.ndarray) -> bool:
-    """Whether the last value is far above the others in logarithms too.
+    """Whether the last value is far above the others on a logarithmic scale too.
 
-    The losses of small batches are spread over powers of ten, and their largest are no spikes.
+    The losses of small batches spread over powers of ten, so that the largest of them are not spikes.
     """
     with np.errstate(divide="ignore"):
         logs = np.log(np.abs(values))

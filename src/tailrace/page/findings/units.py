@@ -13,7 +13,7 @@ ZERO_ACTIVATIONS = 0.95
 """The fraction of zeros from which an activation is dead: a working ReLU has about half."""
 
 DEAD_UNITS = 0.1
-"""The share of a bias whose gradient is exactly zero; each such element is a unit that is silent."""
+"""The fraction of a bias with a gradient of exactly zero; each such element is a silent unit."""
 
 MOST_NAMED = 3
 
@@ -41,6 +41,7 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         plain = plain_name(name)
         if name.startswith("activation/") and share >= ZERO_ACTIVATIONS and not _is_mask(plain):
             silent.append((float(share), name))
+        # Of the parameters of a layer, only a bias has exactly one element per unit.
         if name.startswith("grad/") and len(shapes.get(plain, ())) == 1 and share >= DEAD_UNITS:
             biases.append((float(share), name))
     if silent:
@@ -64,13 +65,17 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
 
 
 def _is_mask(name: str) -> bool:
-    """Whether an operation is expected to make zeros: masks, constants, random numbers."""
+    """Whether an operation is expected to return zeros: masks, constants, random numbers."""
     operation = name.rpartition(":")[2]
     return operation.split(".")[0] in MASKS or any(word in name for word in DRAWN)
 
 
 def _layers_first(found: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """From the input on, since what follows a dead layer is often dead because of it; layers first."""
+    """Layers before single operations, each from the input on.
+
+    What follows a dead layer is often dead because of it, so the one nearest to the input is named.
+    """
+    # The sort is stable: within both groups the order, from the input on, remains.
     return sorted(found, key=lambda one: ":" in one[1])
 
 

@@ -30,7 +30,9 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
         return [low]
     rough = (high - low) / count
     power = 10.0 ** np.floor(np.log10(rough))
+    # A step slightly below the rough one is better than the next one, which is at least twice as long.
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * rough)
+    # The tolerance keeps ticks at the ends in spite of rounding; + 0.0 turns -0.0 into 0.0.
     first = np.ceil(low / step - 1e-9)
     return [
         float(f"{k * step:.12g}") + 0.0 for k in np.arange(first, np.floor(high / step + 1e-9) + 1)
@@ -69,6 +71,7 @@ def curve_svg(drawn: Curve, title: str) -> str:
         middle = [f"{a:.1f} {y(v):.1f}" for a, v in zip(xs, drawn.mean[run], strict=True)]
         if not drawn.is_exact:
             parts.append(f'<path class="band" d="M{"L".join(upper)}L{"L".join(lower[::-1])}Z"/>')
+        # A path with a single point draws nothing, so the point is repeated.
         parts.append(
             f'<path class="line" d="M{"L".join(middle if len(middle) > 1 else middle * 2)}"/>'
         )
@@ -76,6 +79,7 @@ def curve_svg(drawn: Curve, title: str) -> str:
 
 
 def _stretches(good: np.ndarray) -> list[slice]:
+    """The ranges without a gap."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], good.astype(np.int8), [0]])))
     return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -91,6 +95,7 @@ def map_svg(layers: LayerMap) -> str:
         places = np.where(np.nan_to_num(layers.values) > 0, BAD, NOTHING).astype(np.uint8)
     else:
         places = shades(layers.values, low, high, log)
+    # One image with a pixel per cell: a rectangle for each would be megabytes of SVG.
     image = data_address(places, palette())
     parts = [
         f'<rect class="quiet" x="{LABELS}" width="{wide}" height="{height:.1f}"/>' if marks else "",

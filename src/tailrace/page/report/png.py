@@ -20,9 +20,12 @@ def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
     b'PNG'
     """
     rows, columns = indices.shape
+    # 8 bits per pixel, colour type 3 (palette); the rest are the only values that PNG allows, and no
+    # interlacing.
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
     raw = np.zeros((rows, columns + 1), np.uint8)  # each row begins with its filter type
     raw[:, 1:] = indices
+    # The alpha of each palette entry: the last one, for missing values, shows the background.
     opaque = bytes([255] * 255 + [0])
     parts = {
         b"IHDR": header,

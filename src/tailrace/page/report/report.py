@@ -6,7 +6,6 @@ import os
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from tailrace._version import __version__
 from tailrace.errors import RunError
@@ -38,7 +37,9 @@ def report_html(followed: FollowedRun) -> str:
     )
 
 
-def write_report(directory: str | os.PathLike[str], output: Any = None) -> Path:
+def write_report(
+    directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+) -> Path:
     """Write the report of a run; returns its path.
 
     Args:

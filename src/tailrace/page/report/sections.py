@@ -31,7 +31,7 @@ MAPS = {
 
 
 def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
-    """Heading and HTML of each section that the run has data for."""
+    """The heading and HTML of each section that the run has data for."""
     yield "Numbers", _table(numbers(followed))
     yield "Findings", _findings(followed)
     curves = history_curves(followed)
@@ -41,7 +41,7 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
             yield heading, f"<figure>{curve_svg(curve, name)}</figure>"
     for heading, (measure, select) in MAPS.items():
         layers = layer_map(followed, measure, select)
-        if measure == "nonfinite":
+        if measure == "nonfinite":  # only rows with a mark: the others would be blank
             layers = layers.only(np.nansum(layers.values, axis=1) > 0)
         if layers.names:
             yield heading, f"<figure>{map_svg(layers)}</figure>"

@@ -168,7 +168,7 @@ class Answers:
             rows = cell_records(followed, kind, stage, microbatch)
         return {"records": [{k: _number(v) for k, v in row.items()} for row in rows]}
 
-    # -- what they share --------------------------------------------------------------------------
+    # -- shared by the answers --------------------------------------------------------------------
 
     def _each(self, query: dict[str, str], make: Callable[[FollowedRun], dict[str, Any]]) -> Any:
         """An answer for each selected run; for an unreadable run, its problem."""
@@ -187,8 +187,10 @@ class Answers:
 
     def _chosen(self, query: dict[str, str]) -> list[int]:
         text = query.get("runs", "")
+        # isdecimal, not isdigit: "²" is a digit, and int() refuses it.
         listed = [int(part) for part in text.split(",") if part.isdecimal()]
         chosen = listed if text else range(len(self.runs))
+        # An old page may ask for runs that this server does not have.
         return [number for number in chosen if number < len(self.runs)]
 
     def _one(self, query: dict[str, str]) -> FollowedRun:
@@ -232,6 +234,7 @@ def _exponents(followed: FollowedRun, name: str) -> Any:
     there = np.flatnonzero(counts[:, :INF_BIN].sum(axis=0))
     low, high = (int(there[0]), int(there[-1]) + 1) if len(there) else (BIAS, BIAS + 1)
     total = np.maximum(counts.sum(axis=1), 1)
+    # Which formats fit is judged by the last quarter: early steps often have other ranges.
     late = counts[-max(1, len(counts) // 4) :].sum(axis=0)
     return {
         "first": int(found.steps[0]),
@@ -247,7 +250,7 @@ def _exponents(followed: FollowedRun, name: str) -> Any:
 
 
 def _packed(values: np.ndarray) -> str:
-    """Numbers as text for a typed array of the browser."""
+    """Numbers as text for a typed array of the browser: JSON has no NaN and takes longer to parse."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import Any
+from importlib.resources.abc import Traversable
+from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import MissingDependency, TailraceError
 from tailrace.page.followed import FollowedRun
 from tailrace.page.server.answers import Answers
 from tailrace.page.server.events import Follower
 from tailrace.page.server.guard import Guard
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
 
 QUESTIONS = [
     "overview",
@@ -44,23 +49,24 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
     follower = Follower(runs) if follower is None else follower
     static = files("tailrace.page.static")
 
-    async def page(request: Any) -> Any:
+    async def page(request: Request) -> Response:
         # Everything that the page loads has the token in its path; see `Guard`.
         text = static.joinpath("index.html").read_text(encoding="utf-8")
         return Response(text.replace("BASE", f"/{token}/"), media_type="text/html")
 
-    async def file(request: Any) -> Any:
+    async def file(request: Request) -> Response:
         found = static_file(static, request.path_params["path"])
         if found is None:
             return Response("There is no such file.\n", 404, media_type="text/plain")
         return Response(found[0], media_type=found[1])
 
-    async def events(request: Any) -> Any:
+    async def events(request: Request) -> StreamingResponse:
         return StreamingResponse(follower.events(), media_type="text/event-stream")
 
-    def answering(answer: Callable[[dict[str, str]], Any]) -> Any:
-        async def endpoint(request: Any) -> Any:
+    def answering(answer: Callable[[dict[str, str]], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
             try:
+                # In a thread: reading a run takes a while, and events of other pages must not wait.
                 found = await run_in_threadpool(answer, dict(request.query_params))
             except TailraceError as error:
                 return Response(
@@ -75,10 +81,11 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
     return Guard(Starlette(routes=routes), token)
 
 
-def static_file(static: Any, path: str) -> tuple[bytes, str] | None:
+def static_file(static: Traversable, path: str) -> tuple[bytes, str] | None:
     """A file of the page, with its type; None for any other path."""
     parts = path.split("/")
     ending = "." + path.rpartition(".")[2]
+    # Never outside of the folder: no "..", and no backslash, which separates parts on Windows.
     if ending not in KINDS or any(part in ("", ".", "..") or "\\" in part for part in parts):
         return None
     found = static.joinpath(*parts)

@@ -26,12 +26,12 @@ class Follower:
         self.closing = False
 
     async def events(self) -> AsyncIterator[str]:
-        """An event with the versions of all runs, first at once, then whenever one has changed."""
+        """Events with the versions of all runs: one immediately, then one after each change."""
         loop = asyncio.get_running_loop()
         sent: list[int] = []
         said = loop.time()
         while not self.closing:
-            await asyncio.to_thread(self._look)
+            await asyncio.to_thread(self._look)  # reads files, which may take a while
             versions = [followed.version for followed in self._runs]
             if versions != sent:
                 sent, said = versions, loop.time()

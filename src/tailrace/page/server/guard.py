@@ -9,7 +9,15 @@ read.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+Message = Mapping[str, Any]
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Any, Any], Awaitable[None]]
+"""The types of ASGI."""
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The accepted host names, with any port, since a tunnel has another one."""
@@ -41,13 +49,13 @@ class Guard:
         token: the token.
     """
 
-    def __init__(self, app: Any, token: str) -> None:
+    def __init__(self, app: App, token: str) -> None:
         self._app, self._token = app, token
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
         if scope["type"] != "http":
-            # The page uses no web sockets; they end without an answer.
+            # The page uses no web sockets: they get no answer.
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
@@ -56,7 +64,7 @@ class Guard:
             await self._refuse(send, *refused)
             return
 
-        async def with_headers(message: Any) -> None:
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *headers]}
@@ -64,20 +72,20 @@ class Guard:
 
         await self._app(self._inner(scope), receive, with_headers)
 
-    def _refusal(self, scope: Any) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         if _host(scope) not in HOSTS:
-            return 403, "This page is read by an address of this machine: http://127.0.0.1."
+            return 403, "This page has an address of this machine only: http://127.0.0.1."
         if scope["method"] not in ("GET", "HEAD"):
-            return 405, "This page is for reading."
+            return 405, "This page is read-only: it answers GET and HEAD."
         given = self._given(scope)
         if not given:
             return 401, "This page needs the token of the address that `tailrace view` printed."
-        # In constant time: the duration of a comparison must not say how much of a token was right.
+        # In constant time: how long a comparison takes must not reveal how much of a token was right.
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             return 403, "This is not the token of the address that `tailrace view` printed."
         return None
 
-    def _given(self, scope: Any) -> str:
+    def _given(self, scope: Scope) -> str:
         """The token of a request: in the query of the first page, in the path of all others."""
         if scope["path"] in ("/", ""):
             from urllib.parse import parse_qs
@@ -86,21 +94,21 @@ class Guard:
         first, slash, _ = scope["path"].lstrip("/").partition("/")
         return first if slash else ""
 
-    def _inner(self, scope: Any) -> Any:
+    def _inner(self, scope: Scope) -> Scope:
         if scope["path"] in ("/", ""):
             return {**scope, "path": "/"}
         path = "/" + scope["path"].lstrip("/").partition("/")[2]
         return {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
 
     @staticmethod
-    async def _refuse(send: Any, status: int, text: str) -> None:
+    async def _refuse(send: Send, status: int, text: str) -> None:
         headers = {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
         pairs = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
         await send({"type": "http.response.body", "body": f"{text}\n".encode()})
 
 
-def _host(scope: Any) -> str:
+def _host(scope: Scope) -> str:
     """The name that a request was sent to, without its port."""
     named = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     # Servers disagree about which of two Host headers counts, so two are as bad as none.

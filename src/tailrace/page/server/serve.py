@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import secrets
 import socket
 import threading
@@ -22,8 +23,8 @@ LOOPBACK = "127.0.0.1"
 MOST_RUNS = 32
 
 
-def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
-    """The runs of directories; a folder without a run, but with subfolders that are runs, means those.
+def find_runs(directories: Sequence[str | os.PathLike[str]]) -> list[FollowedRun]:
+    """The runs in some directories: each is a run, or a folder of runs.
 
     Raises:
         RunError: a directory does not exist, or there are too many runs.
@@ -35,7 +36,7 @@ def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
             inside = sorted(path.parent for path in directory.glob(f"*/{RUN_FILE}"))
         elif not directory.is_dir():
             FollowedRun(directory).readable()  # raises an error that describes what is there
-        found += inside or [directory]
+        found += inside or [directory]  # an empty one may become a run while it is viewed
     if len(found) > MOST_RUNS:
         raise RunError(
             f"The page shows {counted(MOST_RUNS, 'run')} at most, and {there_are(len(found))}. "
@@ -45,7 +46,7 @@ def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
 
 
 def serve(
-    directories: Sequence[Any],
+    directories: Sequence[str | os.PathLike[str]],
     port: int = 0,
     *,
     announce: Callable[[str], None] | None = None,
@@ -95,7 +96,7 @@ async def _serve(
 
     watching = asyncio.create_task(watch())
     await server.serve(sockets=[listening])
-    server.should_exit = True
+    server.should_exit = True  # if it could not start, the loop above has to end too
     await watching
 
 

@@ -64,7 +64,7 @@ def _drawn(values: np.ndarray, low: float, high: float, columns: int, height: in
             before = None
             continue
         y = top - round((value - low) * scale) if scale else top // 2
-        # From the previous dot to this one, so that steep parts are lines too.
+        # All dots from the previous one on: a steep part would otherwise have gaps.
         start = y if before is None else before + (y > before) - (y < before)
         for dot in range(min(start, y), max(start, y) + 1):
             cells[dot // 4, x // 2] |= _DOTS[x % 2][dot % 4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tailrace.errors import TailraceError
 from tailrace.messages import shown
@@ -13,10 +13,13 @@ from tailrace.page.summary import Rows, numbers, what_ran
 from tailrace.page.terminal.chart import chart
 from tailrace.runs.profiles import read_profile
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 COLOURS = {Severity.BAD: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
-def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
+def pictured(followed: FollowedRun, width: int, brief: bool = False) -> RenderableType:
     """A run as a rich renderable.
 
     Args:
@@ -30,7 +33,7 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
     try:
         with followed.reading():
             history = followed.readable().history
-            parts: list[Any] = [
+            parts: list[RenderableType] = [
                 Text(shown(followed.name), style="bold"),
                 _table(numbers(followed), width),
             ]
@@ -39,7 +42,7 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
                 parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
             parts += [Text("\nfindings", style="bold"), _findings(followed)]
             if not brief and (profile := read_profile(followed.directory)) is not None:
-                # Rows of a table: a narrow terminal may break them, a file has them whole.
+                # Not wrapped: a narrow terminal breaks its lines, and a file gets them whole.
                 table = Text(str(profile), no_wrap=True, overflow="ignore")
                 parts += [Text("\ntime by scope", style="bold"), table]
             if not brief:
@@ -50,7 +53,7 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
     return Group(*parts)
 
 
-def _table(rows: Rows, width: int) -> Any:
+def _table(rows: Rows, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -62,7 +65,7 @@ def _table(rows: Rows, width: int) -> Any:
     return table
 
 
-def _findings(followed: FollowedRun) -> Any:
+def _findings(followed: FollowedRun) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 

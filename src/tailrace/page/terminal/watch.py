@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tailrace.page.followed import FollowedRun
 from tailrace.page.terminal.show import pictured
 from tailrace.runs.reader import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 POLL_S = 0.5
 
@@ -17,7 +20,7 @@ INTERRUPTED = (
 )
 
 
-def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
+def watch(directory: str, console: Console | None = None, poll_s: float = POLL_S) -> None:
     """Show a run until it ends or its writer is gone, or until Ctrl-C.
 
     Args:

@@ -1,4 +1,4 @@
-"""The few shapes that the figures are made of, as SVG elements."""
+"""The few shapes of the figures, as SVG elements."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,13 +63,13 @@ class Canvas:
 
     @contextmanager
     def moved(self, x: float, y: float) -> Iterator[None]:
-        """What is painted inside is moved by (x, y)."""
+        """Move everything painted in this context by (x, y)."""
         self._elements.append(f'<g transform="translate({x:g} {y:g})">')
         yield
         self._elements.append("</g>")
 
     def svg(self, width: float, height: float, description: str) -> str:
-        """The whole picture, on white so that it can be read on a dark page too."""
+        """The whole picture, on a white background, so that it is readable on a dark page too."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '

@@ -1,8 +1,8 @@
 """A plan as a picture: an SVG that needs nothing else, for documents and notebooks.
 
 Devices are rows, time runs to the right. A device that hosts several stages has a lane for each.
-A Grouped tick has two columns, its backwards and its forwards, and a column in which no device
-has work is not there, because the engine skips it: the width of the picture is the time it takes.
+A Grouped tick has two columns, its backwards and its forwards. The engine skips a phase in which no
+device has work, and so does the picture: its width is proportional to time.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def draw(
     Args:
         plan: what to draw.
         title: the heading; the schedule and its sizes if not given.
-        max_ticks: how many ticks to show; the middle of a longer plan is left out.
-        max_devices: how many devices to show, likewise.
+        max_ticks: the most ticks to show; the middle of a longer plan is left out.
+        max_devices: the most devices to show, likewise.
     """
     rows = lanes(plan, max_devices)
     panel = lay_out(plan, title or _title(plan), max_ticks, rows, *label_room(rows))
@@ -49,8 +49,8 @@ def compare_plans(
         plans: two or more, for instance a plan with concurrent stages and its `serialised()`.
         titles: a heading for each.
         layout: "rows" puts them one above the other, "columns" side by side.
-        max_ticks: how many ticks of each to show.
-        max_devices: how many devices of each to show.
+        max_ticks: the most ticks of each to show.
+        max_devices: the most devices of each to show.
 
     >>> from tailrace.pipeline import plan
     >>> concurrent = plan(stages=[1, 2, 1], microbatches=12, schedule="interleaved")
@@ -67,7 +67,7 @@ def compare_plans(
         raise PlanError(f'A comparison is laid out in "columns" or "rows"; received {layout!r}.')
     heads = titles or [_title(plan) for plan in plans]
     rows = [lanes(plan, max_devices) for plan in plans]
-    # One room for the labels of all panels, so that equal ticks stand at equal places.
+    # One width for the labels of all panels, so that equal ticks are aligned.
     room = label_room([lane for each in rows for lane in each])
     panels = [
         lay_out(plan, head, max_ticks, each, *room)

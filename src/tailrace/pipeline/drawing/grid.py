@@ -18,7 +18,7 @@ _GAP = "..."
 
 
 class Drawing(str):
-    """Text that shows itself as it is, at a prompt too."""
+    """Text that is shown without quotes and escapes, at a prompt too."""
 
     __slots__ = ()
 
@@ -46,8 +46,8 @@ def draw(plan: PlannedTicks, max_ticks: int = 64, max_devices: int = 32) -> Draw
 
     Args:
         plan: what to draw.
-        max_ticks: how many columns to show at most.
-        max_devices: how many rows to show at most.
+        max_ticks: the most columns to show.
+        max_devices: the most rows to show.
     """
     columns = visible(plan.num_ticks, max_ticks)
     rows = [_GAP if i is None else plan.devices[i] for i in visible(len(plan.devices), max_devices)]
@@ -125,7 +125,7 @@ def _table(
 
 
 def _widths(columns: list[tuple[str, ...]], several: bool) -> list[int]:
-    """One width for all columns, so that ticks look alike; where cells get long, one for each."""
+    """One width for all columns, so that ticks look alike; if cells get long, one per column."""
     needed = [max(map(len, column)) + 1 for column in columns]
     widths = needed if several else [max(needed)] * len(needed)
     # Narrow cells get one more space, so that digits of neighbours do not run together.

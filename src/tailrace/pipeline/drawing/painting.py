@@ -127,7 +127,7 @@ def _paint_update(canvas: Canvas, panel: Panel) -> None:
 
 
 def _paint_stash(canvas: Canvas, panel: Panel) -> None:
-    """How many microbatches each stage holds at once, to the right of its lane."""
+    """The number of microbatches that each stage holds at once, to the right of its lane."""
     x = panel.right + 32
     canvas.text(x, HEAD - 14, "stash slots", size=11, fill=_FAINT)
     for lane in panel.lanes:

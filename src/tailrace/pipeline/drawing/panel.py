@@ -43,7 +43,7 @@ class Panel:
     ticks: dict[int, Tick]
     lanes: list[Lane]
     stage_room: float
-    """How wide the names of stages may be."""
+    """The width available for the names of stages."""
 
     @property
     def right(self) -> float:
@@ -59,7 +59,7 @@ class Panel:
     @property
     def width(self) -> float:
         """The width with everything beside the columns."""
-        # The heading and the legend below need their room however short the schedule is.
+        # The heading and the legend need their width even if the schedule is short.
         return max(self.right + (STASH if self.plan.training else 8) + MARGIN, 480)
 
     @property
@@ -69,7 +69,7 @@ class Panel:
 
 
 def label_room(lanes: Sequence[Lane]) -> tuple[float, float]:
-    """Where the columns begin, and how wide the names of stages may be."""
+    """Where the columns begin, and the width available for the names of stages."""
     device = max(len(f"device {lane.device}") for lane in lanes) * 7.6 + 8
     stage = min(max(len(lane.label) for lane in lanes) * 6.2, 110)
     return MARGIN + device + stage + 8, stage

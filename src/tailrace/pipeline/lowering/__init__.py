@@ -1,8 +1,8 @@
 """From a model and a plan to work for each device.
 
 In: the traced forward of a model with boundaries, and a plan.
-Out: `PipelineStep`, the plain step; and an `Assembly`, which says which device does what and where
-values are kept.
+Out: `PipelineStep`, the plain step; and an `Assembly`: which device does what, and where values are
+kept.
 
     cut                                        a traced model in pieces, at its boundaries
     forward_backward, stage                    each piece as a `Stage`: data, made once

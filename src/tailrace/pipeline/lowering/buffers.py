@@ -1,9 +1,9 @@
-"""Values of unequal devices in common buffers.
+"""Values of different devices in buffers of common shapes.
 
 A program that runs on all devices has arrays of one shape on all of them, and stages have values of
 many shapes. So each device's values are laid out in flat buffers that all devices have. Large values
 get a buffer of their own (the largest of every device share one, then the next largest, and so on:
-for stages that look alike nothing is padded and nothing is copied); small ones stand side by side.
+for stages that look alike nothing is padded and nothing is copied); small ones share a buffer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.jaxprs import internals
+from tailrace.taps.frame import Scalar
 
 _SMALL = 16_384
-"""Bytes up to which values share a buffer: reading one copies it, which costs nothing so small."""
+"""Values of at most this many bytes share a buffer: reading one copies it, which is cheap."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Form:
     Attributes:
         shape: of one of it.
         dtype: of one of it.
-        depth: how many there are, distinguished by an index.
-        each: whether every replica has its own.
-        hosted: whether it is in the memory of the device's host.
+        depth: the number of values, selected by an index.
+        each: whether it differs per replica.
+        hosted: whether it is in host memory.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class Slot:
 
 
 class Layout:
-    """Where the values of each device lie.
+    """The places of each device's values.
 
     Args:
         values: for each device, the form of each value by key.
@@ -103,10 +104,10 @@ class Layout:
         self.slots: list[dict[Any, Slot]] = [{} for _ in values]
         sizes: dict[tuple[Any, bool, bool, int], int] = {}
         for device, forms in enumerate(values):
-            shared: dict[Any, int] = {}  # by kind: how far its common buffer is filled
-            alone: dict[Any, int] = {}  # by kind: how many have a buffer of their own
-            # Largest first: then the n-th largest values of all devices share a buffer, and what one
-            # device does not use of it is least.
+            shared: dict[Any, int] = {}  # by kind: the used length of its common buffer
+            alone: dict[Any, int] = {}  # by kind: the number of values with a separate buffer
+            # Largest first: the n-th largest values of all devices then share a buffer, which
+            # minimizes padding.
             ordered = sorted(forms.items(), key=lambda item: -item[1].nbytes)
             for key, form in ordered:
                 # Values of one buffer have one dtype, one sharding and one memory.
@@ -120,7 +121,8 @@ class Layout:
                     place, offset = (*kind, alone[kind]), 0
                 sizes[place] = max(sizes.get(place, 0), offset + total)
                 self.slots[device][key] = Slot(form, list(sizes).index(place), offset)
-        # Where all devices have the same shape the buffer has it too: then XLA adds to it in place.
+        # If the shape is the same on all devices, the buffer has it too: XLA then adds to it in
+        # place.
         shapes: dict[int, set[tuple[int, ...]]] = {}
         for slot in (slot for slots in self.slots for slot in slots.values()):
             own = slot.form.stored.shape if slot.form.depth == 1 else ()
@@ -128,6 +130,7 @@ class Layout:
         self.buffers = []
         for number, (place, count) in enumerate(sizes.items()):
             found = shapes[number]
+            # A shared buffer (number 0) stays flat: several values of one shape may be in it.
             shape = next(iter(found)) if len(found) == 1 and place[-1] else ()
             self.buffers.append(jax.ShapeDtypeStruct(shape or (count,), place[0]))
         self.each = [place[1] for place in sizes]
@@ -147,14 +150,16 @@ class Layout:
         return sum(form.size * form.dtype.itemsize for form in self.buffers)
 
     def used(self, device: int) -> int:
-        """Bytes of them that a device's values take."""
+        """The bytes in them that a device's values use."""
         return sum(slot.form.nbytes for slot in self.slots[device].values())
 
-    def read(self, device: int, buffers: Sequence[Any], key: Hashable, index: Any = None) -> Any:
+    def read(
+        self, device: int, buffers: Sequence[Any], key: Hashable, index: Scalar | None = None
+    ) -> Any:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
-        # Of slots on the host, one is cut out first: only that one is copied to the device.
+        # A slot in host memory is cut out first, so that only it is copied to the device.
         if form.hosted and (index is None or flat.ndim > 1):
             flat = to_device(flat)
         if flat.ndim > 1:
@@ -168,7 +173,12 @@ class Layout:
         return wrapped(value, form)
 
     def write(
-        self, device: int, buffers: list[Any], key: Hashable, value: object, index: Any = None
+        self,
+        device: int,
+        buffers: list[Any],
+        key: Hashable,
+        value: jax.Array,
+        index: Scalar | None = None,
     ) -> None:
         """Put the value of a device under `key` into `buffers`."""
         slot = self.slots[device][key]
@@ -177,7 +187,7 @@ class Layout:
         flat = jnp.asarray(unwrapped(value, form), form.stored.dtype)
         flat = flat if old.ndim > 1 else flat.reshape(-1)
         flat = to_host(flat) if form.hosted else flat
-        if flat.shape == old.shape:  # all of it: nothing of the old one remains
+        if flat.shape == old.shape:  # the whole buffer: nothing of the old value remains
             buffers[slot.buffer] = flat
             return
         start = slot.offset if index is None else slot.offset + index * form.size
@@ -185,23 +195,23 @@ class Layout:
 
 
 def to_host(value: object) -> Any:
-    """A value of a program, in the memory of the device's host."""
+    """A value of a program, moved to host memory."""
     return jax.device_put(value, jax.memory.Space.Host)
 
 
 def to_device(value: object) -> Any:
-    """The same, in the memory of the device."""
+    """A value of a program, moved to the device."""
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-def unwrapped(value: Any, form: Form) -> Any:
+def unwrapped(value: jax.Array, form: Form) -> Any:
     """What is kept of a value."""
     if form.as_bits:
         return lax.bitcast_convert_type(jnp.asarray(value, form.dtype), form.stored.dtype)
     return jax.random.key_data(value) if form.is_key else value
 
 
-def wrapped(value: Any, form: Form) -> Any:
+def wrapped(value: jax.Array, form: Form) -> Any:
     """What was kept of a value, as the value."""
     if form.as_bits:
         return lax.bitcast_convert_type(value, form.dtype)

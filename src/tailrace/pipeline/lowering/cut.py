@@ -1,12 +1,12 @@
 """Cutting a traced model into the pieces that stages of a pipeline compute.
 
 The equations between two boundaries are a piece. Three kinds of equation move from where they were
-traced to where they are used, so that nothing needless is kept or sent:
+traced to where they are used, so that nothing is kept or sent needlessly:
 
 * what depends on parameters alone (a cast, a transposed weight) is computed in each piece that uses it,
 * what depends on the batch alone and is used in one later piece (labels made one-hot) goes there,
   unless a boundary names it,
-* the marks of the boundaries themselves vanish: what they mark is passed on as it is.
+* the marks of the boundaries themselves vanish: what they mark is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Region = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """What one member of one stage computes of one microbatch, forward.
+    """The forward computation of one member of a stage, for one microbatch.
 
     Attributes:
-        stage: which stage.
-        member: which member of it, if it is a group of concurrent stages; else 0.
+        stage: the index of the stage.
+        member: the index of the member in a group of concurrent stages; otherwise 0.
         equations: in order; their operands are free of boundaries.
-        inputs: variables that it reads and does not make.
-        outputs: variables that it makes and that are used elsewhere.
+        inputs: its live-ins.
+        outputs: its live-outs.
     """
 
     stage: int
@@ -68,7 +68,7 @@ class Cut:
         consts: values of variables that are constants.
         parameters: those of the inputs that are parameters.
         state: those that are model state.
-        everywhere: those that every unit finds where they are: parameters, the element, what is
+        everywhere: the inputs that every unit can read: parameters, the element, and values that are
             equal for all.
     """
 
@@ -82,7 +82,7 @@ class Cut:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """For each stage, how many members it has."""
+        """The number of members of each stage."""
         stages = [piece.stage for piece in self.pieces]
         return tuple(stages.count(stage) for stage in dict.fromkeys(stages))
 
@@ -91,7 +91,7 @@ def cut_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Cut
     """Trace `function(params, model_state, batch, inputs)` on the forms of `args`, and cut it.
 
     Returns:
-        The pieces, and the structure of what the function returns.
+        The pieces, and the structure of the function's result.
     """
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*forms)
@@ -105,8 +105,8 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
 
     Args:
         closed: the model, forward.
-        parameters: how many of its inputs, from the first, are parameters.
-        batch: which of its inputs are there in every stage: the element, and what is equal for all.
+        parameters: the number of its inputs, from the first, that are parameters.
+        batch: the inputs that every stage has: the element, and values that are equal for all.
     """
     closed = opened(closed)
     jaxpr = closed.jaxpr
@@ -117,6 +117,7 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     homes = _homes(
         equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
     )
+    # An equation may have several homes, so a value may be made in several pieces.
     made_in = {var: home for eqn, home in zip(equations, homes, strict=True) for var in eqn.outvars}
     used_in: dict[Any, set[Region]] = {}
     for eqn, home in zip(equations, homes, strict=True):
@@ -130,10 +131,10 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
         _check_beside(region, inputs, made_in)
 
         def leaves(var: Var, region: Region = region) -> bool:
-            """Whether this piece hands a value that it makes to another, or out of the model."""
+            """Whether a value of this piece is used by another piece, or is a result of the model."""
             made = made_in[var]
-            # What is computed wherever it is used is no piece's output. As a result of the model it
-            # is the first one's.
+            # A value that every user computes for itself is no piece's output. As a result of the
+            # model, it is the output of the first piece that computes it.
             if var in results and region == min(made, key=order.index):
                 return True
             return any(region not in made or user not in made for user in used_in.get(var, ()))
@@ -164,7 +165,7 @@ def _check_beside(region: Region, inputs: Sequence[Any], made_in: dict[Any, set[
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with every `jit` that holds a boundary replaced by its contents."""
+    """The same program with every `jit` that contains a boundary inlined."""
     if not any(_holds_boundary(eqn) for eqn in closed.jaxpr.eqns):
         return closed
 
@@ -199,9 +200,9 @@ def _regions(
 ) -> tuple[list[Region], list[JaxprEqn], list[Any], set[Any], list[Region]]:
     """(stage, member) of each equation, the equations without boundaries, outputs, what is passed.
 
-    Last all regions there are: a stage that only passes values on has no equation.
+    Last, all regions: a stage that only passes values on has no equation.
     """
-    # A boundary is an identity: behind it the value keeps the variable that it had before.
+    # A boundary is an identity: after it, the value keeps its variable.
     same: dict[Any, Any] = {}
     passed: set[Any] = set()
     stage = member = 0
@@ -215,6 +216,7 @@ def _regions(
                 (out, same.get(var, var) if isinstance(var, Var) else var)
                 for out, var in zip(eqn.outvars, eqn.invars, strict=True)
             )
+            # Claimed by the stage before the boundary: a loose equation that makes one is not moved.
             passed.update(same[out] for out in eqn.outvars if isinstance(same[out], Var))
             continue
         invars = [same.get(var, var) if isinstance(var, Var) else var for var in eqn.invars]
@@ -231,10 +233,10 @@ def _homes(
     fixed: set[Any],
     anywhere: Collection[Any],
 ) -> list[set[Region]]:
-    """The regions in which each equation is computed; what makes a `claimed` value stays."""
-    # Light: made of parameters alone, so each piece that uses it can make it for itself. Loose: made of
-    # the element alone, so the one piece that uses it can make it instead. What has effects, names a
-    # value or draws a key stays where it was traced.
+    """The regions in which each equation is computed; equations of `claimed` values are not moved."""
+    # Light: depends on parameters alone, so each piece that uses it can compute it. Loose: depends
+    # on the element alone, so the one piece that uses it can compute it instead. An equation that
+    # has effects, names a value or draws a key stays where it was traced.
     light, loose = set(fixed), set(anywhere)
     is_light, is_loose = [], []
     for eqn in equations:
@@ -255,6 +257,7 @@ def _homes(
         used = set().union(*(users.get(var, set()) for var in eqn.outvars))
         if any(var in claimed for var in eqn.outvars) and not is_light[index]:
             used = used | {own}
+        # A loose equation with several users stays: moved, it would run in each of them.
         moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
         homes[index] = set(used) if moves and used else {own}
         for var in variables(eqn.invars):

@@ -1,4 +1,4 @@
-"""Where everything of a pipelined step lives: which device does what, and which buffers there are.
+"""The layout of a pipelined step: which device does what, and in which buffers values are.
 
 All of it follows from the traced step and the plan, before anything is emitted:
 
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, variables
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Literal, nbytes, variables
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.jobs import Jobs
@@ -32,11 +32,11 @@ class Assembly:
     Args:
         loop: the equation of the loop over steps.
         jobs: the loop over microbatches in it.
-        plan: who does what when.
-        replicas: how many copies of the pipeline there are.
-        each: which of the values that the loop carries every replica has its own of, by number.
-        hosted: which of them are in the memory of the host between updates.
-        stash_on_host: whether the stash is there.
+        plan: which device runs which unit when.
+        replicas: the number of copies of the pipeline.
+        each: the carried values that differ per replica, by number.
+        hosted: the carried values that are in host memory between updates.
+        stash_on_host: whether the stash is in host memory.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class Assembly:
     # -- who has what ---------------------------------------------------------------------------
 
     def _place(self) -> None:
+        # The order matters: jobs say where parameters are, jobs say where gradients end up, and only
+        # both together say where optimizer state belongs.
         eqns = self.body.eqns
         constant = set(self.constants)
         before = [
@@ -80,12 +82,13 @@ class Assembly:
         ]
         self.before_indices = [i for i, _ in before]
         self.after_indices = [i for i, _ in after]
-        # Parameters: where stages read them. So before anything else, what stages need.
+        # Parameters are on the devices of the stages that read them. So what stages need is known
+        # first.
         needed = self._needed_by_jobs()
         held = _traced_back(needed, [e for _, e in before], self.carry_in)
         self.before = Spread([e for _, e in before], held, needed, self.replicas)
-        # Results of the loop: accumulators and model state are where their unit runs. What no unit
-        # owns came through the loop as it was: a new name of what it started from.
+        # Results of the loop: accumulators and model state are where their unit runs. A value that
+        # no unit owns left the loop unchanged: it is a new name of its initial value.
         results: dict[Any, Devices] = {}
         same = dict(self.before.same)
         for number, out in enumerate(self.jobs.loop.outvars[: self.jobs.carried]):
@@ -95,8 +98,8 @@ class Assembly:
                 results[out] = frozenset([self.device(owner)])
             elif number not in self.jobs.loose and not isinstance(start, Literal):
                 same[out] = self.before.root(start)
-        # Optimizer state: where the update meets the gradients. This follows from the equations
-        # alone, and only now, when gradients have their places.
+        # Optimizer state is where the update combines it with gradients. That follows from the
+        # equations, once the gradients have their places.
         have = {v: d for v, d in self.before.at.items() if d is not None} | results
         rest = [v for v in self.carry_in if v not in held]
         follow = [e for _, e in after]
@@ -104,11 +107,12 @@ class Assembly:
         guessed = guess_homes(follow, have | aliased, rest, self.replicas)
         self.held: dict[Any, Devices] = {**held, **guessed}
         have.update(guessed)
-        # A step ends with every value where it began: the next one finds it there.
+        # A step ends with every value where it was at the start, for the next step.
         wanted: dict[Any, Devices | None] = {}
         for given, out in zip(self.carry_in, self.carry_out, strict=True):
             if not isinstance(out, Literal):
                 need = self.held.get(given)
+                # One result may be several carried values: it must be wherever any of them is held.
                 old = wanted.get(out, need)
                 wanted[out] = need | old if need is not None and old is not None else None
         self.after = Spread(follow, have, wanted, self.replicas, same)
@@ -118,7 +122,7 @@ class Assembly:
         jobs = self.jobs
         needed: dict[Any, Devices | None] = {}
 
-        def need(var: Any, devices: Devices | None) -> None:
+        def need(var: Atom, devices: Devices | None) -> None:
             if isinstance(var, Literal):
                 return
             old = needed.get(var, frozenset())
@@ -128,6 +132,7 @@ class Assembly:
             here = frozenset([self.device(who)])
             for var in [*jobs.constants(job.equations), *(jobs.starts[n] for n in job.carries)]:
                 need(var, here)
+        # What is computed ahead of the ticks is computed on all devices.
         for var in [*jobs.constants(jobs.ahead), *(jobs.starts[n] for n in jobs.loose)]:
             need(var, None)
         return needed
@@ -154,8 +159,8 @@ class Assembly:
                 if (owner := jobs.owner(number)) is not None
             }
         )
-        # A forward puts and the backward of the same stage takes, on the same device, so a stash is
-        # never sent. As many slots as the plan has microbatches in flight there.
+        # A forward writes it and the backward of the same stage, on the same device, reads it, so a
+        # stash is never sent. It has a slot for each microbatch that the plan has in flight there.
         stash: list[dict[Whose, list[Any]]] = [{} for _ in devices]
         for who, job in jobs.jobs.items():
             if job.puts:
@@ -173,12 +178,12 @@ class Assembly:
         )
 
     def _channels(self) -> list[Channel]:
-        """Messages between units, gathered so that no device sends or receives two in one."""
+        """Messages between units, in exchanges in which no device sends or receives two."""
         channels: list[Channel] = []
         for who, job in self.jobs.jobs.items():
             for to, sent in job.sends.items():
-                # One exchange takes at most one message from and to each device. Messages of several
-                # pairs of devices leave together: fewer exchanges in a tick.
+                # One exchange has at most one message from and to each device. Messages between
+                # several pairs of devices are sent together: fewer exchanges per tick.
                 ends = (self.device(who), self.device(to))
                 for channel in channels:
                     if channel.admits(ends):
@@ -192,7 +197,7 @@ class Assembly:
 
 
 class Channel:
-    """Messages that leave in one exchange: from each device at most one, to each at most one."""
+    """The messages of one exchange: at most one from and one to each device."""
 
     def __init__(self) -> None:
         self.edges: list[tuple[Who, Who]] = []
@@ -200,7 +205,7 @@ class Channel:
         self.variables: list[list[Any]] = []
 
     def admits(self, ends: tuple[int, int]) -> bool:
-        """Whether a message between these devices finds room."""
+        """Whether a message between these devices fits in."""
         return all(ends[0] != a and ends[1] != b for a, b in self.pairs)
 
     def add(self, edge: tuple[Who, Who], ends: tuple[int, int], variables: Sequence[Any]) -> None:
@@ -210,16 +215,16 @@ class Channel:
         self.variables.append(list(variables))
 
     def close(self) -> None:
-        """No more messages: lay them out."""
+        """Called after the last message; lays them out."""
         self.layout = Layout(
             [{var: Form.of(var.aval) for var in each} for each in self.variables], together=True
         )
 
 
 def _constants(body: Jaxpr) -> dict[Any, JaxprEqn]:
-    """Large values made of nothing (zeros to accumulate in), by variable."""
-    # Made again wherever they are used: kept, zeros for the accumulators of all stages would fill
-    # every device.
+    """Large values computed without operands (zeros to accumulate in), by variable."""
+    # Computed wherever they are used: if they were kept, zeros for the accumulators of all stages
+    # would fill every device.
     found: dict[Any, JaxprEqn] = {}
     for eqn in body.eqns:
         operands = variables(eqn.invars)

@@ -3,9 +3,9 @@
 In: a `Cut`, the variable of the loss, and whether stages recompute.
 Out: `Stages`. Each piece is differentiated alone, once.
 
-The forward returns, besides what the piece makes, what its backward needs of it (the residuals), as
-far as that is not cheaper to compute again (`residuals.py`). What merely is an input of the piece, such
-as a parameter, is not returned: the backward reads it from where it is.
+Besides the piece's results, the forward returns what its backward needs (the residuals), except what
+is cheaper to recompute (`residuals.py`). An input of the piece, such as a parameter, is not returned:
+the backward reads it directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Var
@@ -36,8 +36,8 @@ RECOMPUTE = (False, True, "then", "interleaved")
 def recomputation_checkpoint(values: Tree) -> Any:
     """Keep these values for the backward when a pipeline recomputes its stages.
 
-    What follows is recomputed from here, and not from the inputs of the stage. Elsewhere it returns
-    its values and does nothing.
+    What follows is recomputed from here, and not from the inputs of the stage. Outside of such a
+    pipeline it is a no-op.
 
     >>> import tailrace as tr
     >>> import jax.numpy as jnp
@@ -47,7 +47,7 @@ def recomputation_checkpoint(values: Tree) -> Any:
     return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)
 
 
-def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
+def training_stages(cut: Cut, structure: TreeDef, recompute: bool | str) -> Stages:
     """The stages of a model whose results are loss, next model state and aux."""
     loss = cut.outvars[0]
     if not isinstance(loss, Var):
@@ -62,8 +62,8 @@ def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
             "The loss of a pipeline depends on its parameters. This one does not: check that the "
             "last stage's outputs reach the loss."
         )
-    # Gradients flow through what depends on parameters and what the loss depends on. Nothing else is
-    # differentiated: a stage without such a value has no backward.
+    # Gradients flow through values that depend on parameters and that the loss depends on. Nothing
+    # else is differentiated: a stage without such values has no backward.
     both = active & useful_for(equations, [loss])
     each = tuple(_stage(piece, cut, both, recompute) for piece in cut.pieces)
     _, after, _ = jax.tree.unflatten(structure, cut.outvars)
@@ -71,10 +71,10 @@ def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
     return Stages(each, cut.invars, cut.outvars, structure, cut.state, after, cut.consts)
 
 
-def forward_stages(cut: Cut, structure: Any, advances: bool) -> Stages:
+def forward_stages(cut: Cut, structure: TreeDef, advances: bool) -> Stages:
     """The stages of a model that is not trained: no backwards, no residuals.
 
-    With `advances` its results are what it makes of an element, and the next model state.
+    With `advances`, its results are those of an element and the next model state.
     """
     each = tuple(_stage(piece, cut, set(), False) for piece in cut.pieces)
     after: tuple[Any, ...] = ()
@@ -94,7 +94,8 @@ def _stage(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | s
     if recompute is not False or not any(map(has_loop, piece.equations)):
         return stage
     lean = functools.partial(piece.run, emit=emit_lean)
-    # In loops nothing is weighed: where keeping what is expensive takes more, they stay as they are.
+    # Inside loops costs are not compared: a loop is left unchanged if keeping only expensive values
+    # takes more memory.
     other = _differentiated(piece, cut, wants, sends, lean)
     return min(stage, other, key=lambda each: each.stashed(cut.everywhere))
 
@@ -106,34 +107,35 @@ def _differentiated(
     sends: tuple[Var, ...],
     compute: Callable[..., dict[Any, Any]],
 ) -> Stage:
-    """A piece that `compute` runs, differentiated, with what is kept of it."""
+    """A piece that `compute` runs, differentiated, with the values to keep."""
     forms = [form_of(v) for v in piece.inputs]
     structure: list[Any] = []
 
-    def forward(*inputs: Any) -> list[Any]:
+    def forward(*inputs: jax.Array) -> list[Any]:
         given = dict(zip(piece.inputs, inputs, strict=True))
 
-        def run(*differentiated: Any) -> Any:
+        def run(*differentiated: jax.Array) -> Any:
             values = {**given, **dict(zip(wants, differentiated, strict=True))}
             made = compute([values[v] for v in piece.inputs], cut.consts)
             return [made[v] for v in sends], [made[v] for v in piece.outputs]
 
-        # `pull` is a tree of arrays: its leaves are what JAX would keep. They leave the forward as
-        # results, and the backward puts the tree together again.
+        # `pull` is a tree of arrays: its leaves are what JAX would keep. The forward returns them
+        # as results, and the backward rebuilds the tree.
         _, pull, outputs = jax.vjp(run, *(given[v] for v in wants), has_aux=True)
         residuals, form = jax.tree.flatten(pull)
         structure[:] = [form]
         return [*outputs, *residuals]
 
+    # With calls inlined: `select` weighs single operations, also those inside of a layer's `jit`.
     closed = opened(jax.make_jaxpr(forward)(*forms), forms)
     residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 
-    def backward(*operands: Any) -> list[Any]:
+    def backward(*operands: jax.Array) -> list[Any]:
         pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
         return list(pull(list(operands[len(residuals) :])))
 
     back = jax.make_jaxpr(backward)(*map(form_of, [*residuals, *sends]))
-    # Residuals that turn out to be dead are dropped; the gradients of `sends` stay, in their places.
+    # Dead residuals are dropped; the gradients of `sends` are kept, in order.
     keep = [False] * len(residuals) + [True] * len(sends)
     back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
     needed = [var for var, used in zip(residuals, needed, strict=False) if used]
@@ -142,7 +144,7 @@ def _differentiated(
     free = [var for outer, var in inputs if outer in cut.everywhere]
     chosen = select(closed, needed, fixed, free)
     back = reading(closed, back, chosen)
-    # A kept value that the forward takes or returns anyway is not returned a second time.
+    # A kept value that is already an input or a result of the forward is not returned again.
     outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
     places = {v: Residual("output", i) for i, v in enumerate(outputs) if isinstance(v, Var)}
     places.update((v, Residual("input", i)) for i, v in enumerate(closed.jaxpr.invars))
@@ -171,7 +173,7 @@ def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any, Any]]:
-    """How a piece is run: as it is, or so that its backward computes it once more."""
+    """How a piece is run: unchanged, or so that its backward recomputes it."""
     if recompute is False:
         return piece.run
     policy = jax.checkpoint_policies.save_only_these_names(_CHECKPOINT)
@@ -180,7 +182,7 @@ def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any,
     def run(inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
         known = dict(zip(piece.inputs, inputs, strict=True))
         for part in parts:
-
+            # The part as a default: a closure would see only the last one of the loop.
             def once(values: Sequence[Any], part: Piece = part) -> list[Any]:
                 made = part.run(values, consts)
                 return [made[v] for v in part.outputs]
@@ -199,7 +201,7 @@ def _at_checkpoints(piece: Piece) -> list[Piece]:
         groups[-1].append(eqn)
         if checkpoint_of(eqn) == _CHECKPOINT:
             groups.append([])
-    # Constants of the model are known to all, and read by none.
+    # Constants of the model are known everywhere and are not inputs.
     inside = {*made_by(piece.equations), *piece.inputs}
     return [
         Piece(

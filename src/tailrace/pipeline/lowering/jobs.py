@@ -5,9 +5,9 @@ In: a plain step. The body of its loop over microbatches consists of calls that 
 Out: a `Job` for each unit: the calls it runs, the carried values it owns, what it receives and sends,
 what it takes from the stash and puts there.
 
-A value that another unit needs goes there unit by unit, so that only neighbours talk; from a forward
-to the backward of the same stage it is stashed. Free equations are repeated in each unit that needs
-them: each device has the elements.
+A value that another unit needs travels from neighbour to neighbour; from a forward to the backward of
+the same stage it is stashed. Free equations are repeated in each unit that needs them: each
+device has the elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.control import as_scan, scan_of
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, variables
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, variables
 from tailrace.jaxprs.own_equations import has_role, unit_in
 from tailrace.jaxprs.stretches import makers, used_by
 from tailrace.jaxprs.walk import concerns_us
@@ -30,16 +30,16 @@ class Job:
     """What one unit does with one microbatch.
 
     Attributes:
-        who: which unit it is.
+        who: the unit.
         equations: their indices in the body, in order.
-        copies: those of them that another job runs too, and whose effects (what taps and outfeeds
-            see) are that job's.
-        carries: the carried values that it owns, by number: it reads them, and writes those that
-            change. No other unit does.
-        receives: variables that come with the message of another unit.
-        sends: variables that go to another unit.
-        takes: variables from the stash.
-        puts: variables for the stash.
+        copies: those of them that another job also runs; that job has their effects (what taps and
+            outfeeds see).
+        carries: the carried values that it owns, by number. Only this unit reads them and writes those
+            that change.
+        receives: variables in the message of another unit.
+        sends: variables sent to another unit.
+        takes: variables read from the stash.
+        puts: variables written to the stash.
     """
 
     who: Who
@@ -64,19 +64,19 @@ class Jobs:
         steps: the equation of the loop over steps.
 
     Attributes:
-        index: where the loop over microbatches is in the body of that loop.
+        index: the index of the loop over microbatches in the body of that loop.
         loop: its equation.
-        body: of it.
-        microbatches: how many there are in a step.
-        sizes: for each stage, how many members it has.
+        body: its body.
+        microbatches: the number of microbatches per step.
+        sizes: the number of members of each stage.
         carry_in: the variables of carried values at the start of a microbatch; `carry_out` at its end.
-        outside: for each constant of the body, the variable (or literal) outside that it is.
-        starts: the variables (or literals) outside that carried values start from.
-        jobs: by unit, in the order in which a microbatch meets them.
-        loose: carried values, by number, that depend on elements alone (the sum of weights): they
-            are run ahead of all jobs.
+        outside: for each constant of the body, its variable (or literal) outside.
+        starts: the variables (or literals) outside of the initial carried values.
+        jobs: by unit, in the order in which a microbatch passes them.
+        loose: carried values, by number, that depend on elements alone (the sum of weights): they are
+            computed before all jobs.
         ahead: the equations that do this.
-        from_ahead: variables they make for jobs, one value for each microbatch.
+        from_ahead: variables they compute for jobs, one value per microbatch.
     """
 
     def __init__(self, steps: JaxprEqn) -> None:
@@ -102,6 +102,8 @@ class Jobs:
             if who != AHEAD:
                 self.jobs[who].equations.append(index)
         self._made: dict[Any, int] = makers(self.body.eqns)
+        # In this order: carried values get their owners, or are computed ahead; free equations are
+        # copied to the units that need them; only what a unit still lacks has to be sent there.
         self._own_carried()
         self._run_ahead()
         self._copy_free_equations()
@@ -112,17 +114,17 @@ class Jobs:
         return self._owner.get(carry)
 
     def programs(self, who: Who) -> list[Any]:
-        """What a unit calls: the forward or backward of its stage, and what is around it."""
+        """The calls of a unit: the forward or backward of its stage, and the calls around it."""
         units = filter(None, map(unit_in, self.body.eqns))
         return [unit.program for unit in units if unit.who == who]
 
     def constants(self, equations: Iterable[int]) -> list[Any]:
-        """What some equations use from outside the loop, carried values excepted."""
+        """The variables from outside the loop that some equations use, without carried values."""
         used = used_by(self.body.eqns[i] for i in equations)
         return [self.outside[var] for var in used if var in self.outside]
 
     def _order(self) -> Iterable[Who]:
-        """All units, as a microbatch meets them."""
+        """All units, in the order in which a microbatch passes them."""
         stages = range(len(self.sizes))
         yield from (("F", s, m) for s in stages for m in range(self.sizes[s]))
         if any(kind == "B" for kind, _, _ in self._home.values()):
@@ -131,7 +133,7 @@ class Jobs:
     # -- which equations a unit runs ------------------------------------------------------------
 
     def _own_carried(self) -> None:
-        """A carried value is the first reader's, or the writer's; both are one unit."""
+        """A carried value belongs to the unit that reads it first, which must also write it."""
         self._number = {var: number for number, var in enumerate(self.carry_in)}
         self._owner: dict[int, Who] = {}
         for who, job in self.jobs.items():
@@ -142,7 +144,7 @@ class Jobs:
         # unit may keep a value from one microbatch to the next.
         for number, var in enumerate(self.carry_out):
             if isinstance(var, Literal) or var not in self._made:
-                continue  # it stays as it is
+                continue  # it does not change
             writer = self._home[self._made[var]]
             if writer == AHEAD:
                 continue
@@ -168,10 +170,9 @@ class Jobs:
         )
 
     def _copy_free_equations(self) -> None:
-        """Into each job the free equations that it needs.
+        """Add to each job the free equations that it needs.
 
-        The first job also has those that send something out, used by a job or not: what they send
-        leaves once.
+        The first job also gets those that send something out, used by a job or not: it is sent once.
         """
         free = [
             i for i, eqn in enumerate(self.body.eqns) if i not in self._home and concerns_us(eqn)
@@ -213,9 +214,9 @@ class Jobs:
                 if var in made and made[var] != who:
                     self._send(var, made[var], who)
 
-    def _send(self, var: Any, start: Who, end: Who) -> None:
-        # A value that several units need travels once: it is added to a message that does not have
-        # it yet, and found there by the units on the way.
+    def _send(self, var: Var, start: Who, end: Who) -> None:
+        # A value that several units need travels once: it is added to each message on the way that
+        # does not have it yet, and the units on the way read it there.
         here = start
         for there in self._path(start, end):
             sender, receiver = self.jobs[here], self.jobs[there]
@@ -231,9 +232,9 @@ class Jobs:
     def _path(self, start: Who, end: Who) -> Iterable[Who]:
         """The units that a value passes on its way, without the first.
 
-        Forwards hand on to forwards and backwards to backwards, one stage at a time. From a forward
-        to a backward a value changes over in the stash of one stage: that of the receiver, or of the
-        maker where the receiver comes before it.
+        Forwards send to forwards and backwards to backwards, one stage at a time. From a forward to a
+        backward a value passes through the stash of one stage: that of the receiver, or that of the
+        producer if the receiver is an earlier stage.
         """
         (kind, stage, member), (end_kind, end_stage, end_member) = start, end
         if end_kind == "F" or (kind == "F" and stage < end_stage) or start[1:] == end[1:]:
@@ -242,7 +243,7 @@ class Jobs:
                 yield end
             return
         if kind == "F":
-            if stage == end_stage:  # another member of the same stage: by way of the next one
+            if stage == end_stage:  # another member of the same stage: through the next stage
                 stage, member = stage + 1, 0
                 yield ("F", stage, member)
             yield ("B", stage, member)

@@ -1,11 +1,12 @@
-"""Loops over layers that keep for their backward what is expensive, pass by pass.
+"""Loops over layers that keep only expensive values for their backward, iteration by iteration.
 
-What a `lax.scan` keeps is stacked inside of it, where no cut from outside reaches. So its body is
-wrapped in a `jax.checkpoint` whose policy is that of `residuals.py`: what is cheap is computed again.
+What a `lax.scan` keeps is stacked inside it, where the cut of `residuals.py` cannot reach. So its body
+is wrapped in a `jax.checkpoint` with the policy of `residuals.py`: cheap values are recomputed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def has_loop(eqn: JaxprEqn) -> bool:
 
 
 def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """Emit an equation; if it is a loop, so that its backward computes again what is cheap."""
+    """Emit an equation; if it is a loop, such that its backward recomputes cheap values."""
     if not has_loop(eqn):
         return internals.bind_again(eqn, inputs)
     if (call := jit_of(eqn)) is not None:  # its contents, to reach the loop inside
@@ -34,7 +35,7 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     scan = scan_of(eqn)
     assert scan is not None
 
-    def recomputed(one_pass: Any) -> Any:
+    def recomputed(one_pass: Callable[..., Any]) -> Any:
         return jax.checkpoint(one_pass, policy=keeps_expensive, prevent_cse=False)
 
     return scan.again(lambda values: _contents(scan.body, values), inputs, recomputed)

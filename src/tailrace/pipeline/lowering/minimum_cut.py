@@ -20,7 +20,7 @@ def minimum_cut(
     sources: Iterable[Node],
     targets: Iterable[Node],
 ) -> set[Node]:
-    """The lightest nodes that every way from a source to a target passes, its ends included.
+    """The lightest set of nodes that is on every path from a source to a target, ends included.
 
     Of several such sets, the one that is nearest to the targets.
 
@@ -30,7 +30,7 @@ def minimum_cut(
     number = {node: index for index, node in enumerate(weights)}
     network = _Network(2 * len(number) + 2)
     start, end = 2 * len(number), 2 * len(number) + 1
-    # Only nodes are cut, never edges: an edge has more room than all nodes together.
+    # Only nodes are cut, never edges: the capacity of an edge exceeds the sum of all nodes.
     unlimited = sum(weights.values()) + 1
     for node, index in number.items():
         network.connect(2 * index, 2 * index + 1, weights[node])
@@ -41,8 +41,9 @@ def minimum_cut(
     for node in targets:
         network.connect(2 * number[node] + 1, end, unlimited)
     network.fill(start, end)
-    # Nearest to the targets: as little as possible is left to be computed again behind the cut. A
-    # node is cut whose way out reaches the end while its way in does not: its own edge is full.
+    # Nearest to the targets: then the least is left to recompute after the cut. A node is in the
+    # cut if its output side reaches the end and its input side does not: the edge in between is
+    # saturated.
     near = network.reaching(end)
     return {
         node for node, index in number.items() if 2 * index + 1 in near and 2 * index not in near
@@ -64,7 +65,7 @@ class _Network:
             self.room.append(amount)
 
     def fill(self, start: int, end: int) -> None:
-        """Send as much as there is room for."""
+        """Send as much flow as possible."""
         while (levels := self._levels(start))[end] >= 0:
             self._send(start, end, levels, [0] * len(self.leaving))
 
@@ -79,7 +80,7 @@ class _Network:
         return found
 
     def _levels(self, start: int) -> list[int]:
-        """How far each node is from `start`, along edges that have room; -1: out of reach."""
+        """The distance of each node from `start` along edges with capacity; -1 if unreachable."""
         levels = [-1] * len(self.leaving)
         levels[start] = 0
         waiting = deque([start])
@@ -92,7 +93,7 @@ class _Network:
         return levels
 
     def _send(self, start: int, end: int, levels: list[int], tried: list[int]) -> None:
-        """Fill all shortest ways; `tried` counts the edges of each node that lead nowhere."""
+        """Saturate all shortest paths; `tried` counts the dead ends among the edges of each node."""
         path: list[int] = []
         here = start
         while True:
@@ -101,7 +102,7 @@ class _Network:
                 for edge in path:
                     self.room[edge] -= amount
                     self.room[edge ^ 1] += amount
-                # Go on from the first edge that is full now; what comes before it can be used again.
+                # Continue from the first saturated edge; the path before it can be reused.
                 full = next(place for place, edge in enumerate(path) if not self.room[edge])
                 here = self.ends[path[full] ^ 1]
                 del path[full:]

@@ -8,9 +8,9 @@ call for each forward and backward, and calls for what is around them:
 Each call names the unit it belongs to. Run in this order it is the plain step, the oracle. The executor
 runs the same calls on other devices and at other times.
 
-Two rules for whoever writes here. What a microbatch computes is in a unit, or depends on the element,
-the counters and constants of the loop alone (such equations run in every unit that needs them). And a
-unit uses only values of units before it in the order above.
+Two rules hold for all code here. Everything that a microbatch computes is in a unit, or depends only
+on the element, the counters and constants of the loop (such equations run in every unit that needs
+them). And a unit uses only values of units before it in the order above.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ from tailrace.taps.probe import probed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineStep(Step):
-    """How a step is computed whose model is cut into stages.
-
-    `loss_fn` is a `tr.Pipeline`.
-    """
+    """A step whose model is cut into stages; `loss_fn` is a `tr.Pipeline`."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -80,7 +77,7 @@ class PipelineStep(Step):
         each: Sequence[bool],
         kept_from: int,
     ) -> PipelineRunner:
-        """What runs the steps, each stage on its device."""
+        """A runner of steps, each stage on its device."""
 
         def train(state: TrainState, inputs: Tree) -> TrainState:
             return self.loop(state, infeed, inputs=inputs)
@@ -104,7 +101,7 @@ class PipelineStep(Step):
         return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
 
     def outputs(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
-        """What the last stage returns for an element."""
+        """The result of the last stage for an element."""
         return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
 
     def evaluating(
@@ -126,7 +123,7 @@ class PipelineStep(Step):
         return PipelineRunner(program, read, inputs, self.pipeline, placement, training=False)
 
     def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
-        """The values that such a runner's dispatches work on."""
+        """The state for dispatches of such a runner."""
         if not isinstance(runner, PipelineRunner):
             return runner.begin((), read)
         return runner.begin(read, self._inputs)
@@ -136,8 +133,8 @@ class PipelineStep(Step):
         named = self.named(state)
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
-        # Traced outside of the loop over microbatches, for use inside of it: keys and counters that
-        # the model asks for count that loop.
+        # Traced outside of the loop over microbatches for use inside it: the model's keys and
+        # counters must count that loop.
         with inside_loop(current_trace("tr.Pipeline")):
             model = self.model(named, infeed.spec().tree(), inputs)
         params = self._params_by_stage(model)
@@ -150,8 +147,8 @@ class PipelineStep(Step):
             weight = self.weight(batch)
             after = share = None
             if weighted:
-                # The share of a microbatch depends on all before it, and on no stage. Computed ahead,
-                # it lets no device wait for another.
+                # The share of a microbatch depends on all microbatches before it, and on no stage.
+                # It is computed ahead, so that no device waits for it.
                 after, share = in_unit(AHEAD, lambda: _share_so_far(total, weight))
             run = model.run(named._replace(model_state=model_state), batch, inputs)
             self._send_from(model, run, weight, named)
@@ -173,7 +170,8 @@ class PipelineStep(Step):
         accumulated, model_state, total = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
-        # A weight of several stages has an accumulator in each. They meet here, once a step.
+        # A weight of several stages has an accumulator in each; they are summed here, once per
+        # step.
         sums: dict[int, Any] = {}
         for acc, used in zip(accumulated, params, strict=True):
             for index, grad in zip(used, acc, strict=True):
@@ -193,9 +191,9 @@ class PipelineStep(Step):
     def _send_from(
         self, model: Model, run: Microbatch, weight: jax.Array | None, state: TrainState
     ) -> None:
-        """Send out loss and scalars, where the last of them is made."""
+        """Send out loss and scalars, in the unit that computes the last of them."""
         _, _, aux = model.stages.results
-        # Only scalars are sent: what else is in aux stays on the device that makes it.
+        # Only scalars are sent: the rest of aux stays on the device that computes it.
         scalars = [var for var in jax.tree.leaves(aux) if var.aval.shape == ()]
         home = model.stages.home([model.loss, *scalars])
         in_unit(home, lambda: self.send(Yield(run.loss, run.aux, weight), state))
@@ -205,7 +203,7 @@ class PipelineStep(Step):
         params = [stage.params for stage in model.stages.each]
         if callable(getattr(self.optimizer, "each_alone", None)):
             model.check_alone()
-            # What an optimizer makes of a gradient of zeros need not be zeros.
+            # The update of an optimizer for a zero gradient need not be zero.
             params[0] += model.idle
         return params
 

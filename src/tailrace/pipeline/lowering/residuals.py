@@ -1,15 +1,16 @@
 """Which values a forward leaves for its backward, and which the backward computes again.
 
-JAX's derivative of a function keeps whatever its rules ask for: for a GELU a handful of values of the
-same size, for a layer in bfloat16 its weights, cast. In one program XLA computes them again where that
-is cheaper. Between the two units of a stage they would be written to the stash and read from it, for
-every microbatch that is under way. So here it is decided what to keep:
+JAX's derivative of a function keeps whatever its rules ask for: for a GELU several values of the same
+size, for a layer in bfloat16 its cast weights. In one program XLA computes them again where that is
+cheaper. Between the two units of a stage they would be written to the stash and read from it, for
+every microbatch in flight. So here it is decided what to keep:
 
 * what depends on parameters alone is never kept,
-* what elementwise operations, casts, broadcasts and reshapes make is computed again, if fewer bytes are
-  kept that way: the minimum cut between what is expensive and what the backward reads.
+* results of elementwise operations, casts, broadcasts and reshapes are recomputed if fewer bytes are
+  kept that way: the minimum cut between expensive values and what the backward reads.
 
-What is expensive (matrix products, convolutions, reductions, random numbers, loops) is never run twice.
+Expensive operations (matrix products, convolutions, reductions, random numbers, loops) never run
+twice.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from tailrace.jaxprs.stretches import bound, makers, results_of, run
 from tailrace.pipeline.lowering.minimum_cut import minimum_cut
 
 _EACH = 1024
-"""Bytes that a value counts more than it has: each is written and read by operations of its own."""
+"""Bytes added to the size of each value: separate operations write and read it."""
 
 _LONGEST = 32
-"""Arithmetic operations in a row that are computed again; reading a value is cheaper than more."""
+"""The longest chain of arithmetic operations to recompute; beyond that, reading a value is cheaper."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """What is kept of a forward, and how its residuals are made of that.
+    """The values kept of a forward, and how its residuals are computed from them.
 
     Attributes:
         kept: variables of the forward that the backward reads: inputs, or results to be stashed.
-        again: equations of the forward that the backward runs on them.
-        residuals: what its derivative reads, among these; literals stay.
+        again: equations of the forward that the backward runs again on them.
+        residuals: the values that the derivative reads, computed by these; literals are unchanged.
     """
 
     kept: tuple[Var, ...]
@@ -57,11 +58,11 @@ def select(
         forward: the program.
         residuals: variables of it, or literals.
         fixed: those of its inputs that are parameters.
-        free: those that the backward can read without their being kept, parameters among them.
+        free: the inputs that the backward can read anyway, parameters included.
     """
     jaxpr = forward.jaxpr
-    # A mark is an identity that taps add. It must not change what is kept, or an observed pipeline
-    # would need other memory.
+    # A mark is an identity that taps add. It must not change which values are kept: an observed
+    # pipeline would need a different amount of memory.
     equations, same = _without_marks(jaxpr.eqns)
     wanted = [same.get(var, var) for var in variables(residuals)]
     wanted = list(dict.fromkeys(variables(wanted)))
@@ -69,8 +70,8 @@ def select(
     cut = _cheapest(equations, wanted, {*constant, *free})
     made = makers(equations)
     inputs = {*jaxpr.constvars, *jaxpr.invars}
-    # From what is wanted back to the cut: what is passed on the way is computed again. What depends
-    # on parameters alone is not in the cut, so it is computed again down to the parameters.
+    # From the wanted values back to the cut: everything in between is recomputed. Values that
+    # depend on parameters alone are not in the cut, so they are recomputed from the parameters.
     again: set[int] = set()
     kept: dict[Any, None] = {}
     waiting = list(reversed(wanted))
@@ -91,7 +92,7 @@ def select(
 def _cheapest(
     equations: Sequence[JaxprEqn], wanted: Sequence[Var], costless: Collection[Var]
 ) -> set[Var]:
-    """The values with the fewest bytes from which cheap operations make all that is wanted."""
+    """The values with the fewest bytes from which cheap operations compute all wanted values."""
     made, cheap = makers(equations), _cheap(equations)
     weights: dict[Var, int] = {}
     edges: list[tuple[Var, Var]] = []
@@ -103,7 +104,7 @@ def _cheapest(
         if var in weights:
             continue
         weights[var] = nbytes(var.aval) + _EACH
-        # An input, or the result of something expensive: no way goes past it, it can only be kept.
+        # An input, or the result of an expensive operation: it cannot be recomputed, only kept.
         if made.get(var) not in cheap:
             sources.append(var)
             continue
@@ -114,10 +115,10 @@ def _cheapest(
 
 
 def reading(forward: ClosedJaxpr, backward: ClosedJaxpr, chosen: Selection) -> ClosedJaxpr:
-    """A backward that takes what was kept of `forward` in place of its residuals."""
+    """A backward that takes the kept values of `forward` in place of its residuals."""
     count = len(chosen.kept)
 
-    def call(*operands: Any) -> list[Any]:
+    def call(*operands: jax.Array) -> list[Any]:
         known = dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
         known.update(zip(chosen.kept, operands[:count], strict=True))
         run(chosen.again, known)
@@ -131,7 +132,7 @@ def reading(forward: ClosedJaxpr, backward: ClosedJaxpr, chosen: Selection) -> C
 
 
 def _without_marks(equations: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Equations on what marks mark, and that by the variables that marks make."""
+    """Equations with marks bypassed, and the marked variable of each variable that a mark defines."""
     same: dict[Any, Any] = {}
     found = []
     for eqn in equations:
@@ -144,7 +145,7 @@ def _without_marks(equations: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[
 
 
 def _cheap(equations: Sequence[JaxprEqn]) -> set[int]:
-    """The indices of the equations that may be computed again."""
+    """The indices of the equations that may be recomputed."""
     length: dict[Any, int] = {}
     found = set()
     for index, eqn in enumerate(equations):
@@ -159,7 +160,7 @@ def _cheap(equations: Sequence[JaxprEqn]) -> set[int]:
 
 
 def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
-    """What is computed from `start` alone, or from nothing, without effects."""
+    """The variables computed from `start` alone, or without operands, without effects."""
     known = set(start)
     for eqn in equations:
         quiet = not eqn.effects and ambient_in(eqn) is None
@@ -169,5 +170,5 @@ def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
 
 
 def form_of(var: Any) -> jax.ShapeDtypeStruct:
-    """The form of a variable, to trace on; no weak type, which what is stashed does not keep."""
+    """The form of a variable, for tracing; not weakly typed, since stashed values are not."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -1,4 +1,4 @@
-"""A stage of a pipeline as data, and the calls that a plain step makes of it.
+"""A stage of a pipeline as data, and its calls in a plain step.
 
 `forward_backward.py` makes a `Stage` once, from the traced model. Two interpreters read it:
 
@@ -6,7 +6,7 @@
   for each microbatch: this is the oracle, and the program in which taps have their positions;
 * the executor (`jobs.py`, `running/emit_ticks.py`) runs the same calls by the plan, each on its device.
 
-A call is one equation, `marks.unit`, that names its unit. This holds for all that a step does with a
+A call is one equation, `marks.unit`, that names its unit. This holds for everything a step does with a
 microbatch, not only for stages: accumulation, names and results are calls `in_unit(...)`. So the
 executor never has to guess where an equation belongs.
 """
@@ -21,19 +21,20 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import ClosedJaxpr, Var, nbytes, variables
+from tailrace.jaxprs.internals import Atom, ClosedJaxpr, Var, nbytes, variables
 from tailrace.jaxprs.marks import unit
 
 Who = tuple[str, int, int]
 """A unit: "F" or "B", stage, member."""
 
 AHEAD: Who = ("A", -1, 0)
-"""What depends on elements alone, but on all before it (a sum of weights): run before all ticks."""
+"""The unit of values that depend on all elements so far, but on no stage (a sum of weights)."""
 
 
 class Residual(NamedTuple):
-    """An operand of a backward: an input of the forward (read from where it is), or an output."""
+    """An operand of a backward: an input of the forward (read directly), or an output."""
 
     source: Literal["input", "output"]
     place: int
@@ -44,19 +45,19 @@ class Stage:
     """One stage, or one member of a group of concurrent stages.
 
     `inputs` to `wants` name values by the variables of the traced model: equal variables of two stages
-    are one value, which goes from one to the other.
+    are one value, which is sent from one to the other.
 
     Attributes:
-        number: which stage.
-        member: which member of it; 0 if it is no group.
+        number: the index of the stage.
+        member: the index of the member; 0 if the stage is not a group.
         inputs: live-ins of the forward, in the order of its operands.
         outputs: live-outs of the forward, first among its results.
         forward: takes `inputs`; returns `outputs`, then the residuals that are not among them.
         backward: takes `residuals`, then the gradients of `sends`; returns those of `wants`. None if
             nothing in the stage has a gradient.
-        residuals: where each operand of the backward comes from.
+        residuals: the origin of each operand of the backward.
         sends: the outputs through which gradients come back.
-        wants: the inputs whose gradients the backward makes.
+        wants: the inputs whose gradients the backward computes.
         params: the parameters among `wants`, by number.
     """
 
@@ -73,16 +74,16 @@ class Stage:
 
     @property
     def forward_unit(self) -> Who:
-        """The unit that its forward is."""
+        """The unit of its forward."""
         return "F", self.number, self.member
 
     @property
     def backward_unit(self) -> Who:
-        """The unit that its backward is."""
+        """The unit of its backward."""
         return "B", self.number, self.member
 
     def stashed(self, everywhere: frozenset[Var]) -> int:
-        """The bytes that a microbatch leaves for the backward; `everywhere` need not be kept."""
+        """The bytes of the residuals of a microbatch, without the values in `everywhere`."""
         made = {r.place for r in self.residuals if r.source == "output"}
         given = {self.inputs[r.place] for r in self.residuals if r.source == "input"}
         kept = [self.forward.jaxpr.outvars[i] for i in made]
@@ -110,7 +111,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stages:
-    """A model in stages, in the order in which a microbatch meets them.
+    """A model in stages, in the order in which a microbatch passes them.
 
     Attributes:
         each: the stages; members of a group follow each other.
@@ -130,8 +131,8 @@ class Stages:
     after: tuple[Any, ...]
     consts: Mapping[Any, Any]
 
-    def start(self, *args: Any) -> dict[Any, Any]:
-        """What a microbatch starts from, by variable: the model's arguments, and its constants."""
+    def start(self, *args: Tree) -> dict[Any, Any]:
+        """The initial values of a microbatch, by variable: the model's arguments and constants."""
         return {**self.consts, **dict(zip(self.invars, jax.tree.leaves(args), strict=True))}
 
     @property
@@ -141,7 +142,7 @@ class Stages:
 
     @functools.cached_property
     def homes(self) -> dict[Any, Who]:
-        """The forward where a value is first: it makes it or, of model state, reads or writes it."""
+        """The first forward that has a value: computes it or, for model state, reads or writes it."""
         homes: dict[Any, Who] = {
             var: stage.forward_unit for stage in self.each for var in stage.outputs
         }
@@ -157,7 +158,7 @@ class Stages:
     def home(self, values: Iterable[Any]) -> Who:
         """The first forward that can have all of these values (variables or literals).
 
-        What is no stage's (the element, a constant) is in all units: the first one will do.
+        A value of no stage (the element, a constant) is in all units: the first one is chosen.
         """
         homes = {self.homes[v] for v in variables(values) if v in self.homes}
         if not homes:
@@ -166,8 +167,8 @@ class Stages:
         last = {home for home in homes if home[1] == stage}
         if len(last) == 1:
             return last.pop()
-        # Members of a group run at the same time, on several devices: what takes the values of
-        # several of them comes behind the group.
+        # Members of a group run at the same time, on several devices: what uses the values of
+        # several of them must come after the group.
         if stage < self.each[-1].number:
             return "F", stage + 1, 0
         raise PipelineError(
@@ -176,7 +177,7 @@ class Stages:
         )
 
     def next_state(self, carried: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
-        """The leaves of the model state behind a microbatch.
+        """The leaves of the model state after a microbatch.
 
         Args:
             carried: those before it, as the loop over microbatches carries them.
@@ -185,17 +186,17 @@ class Stages:
         found = []
         for var, given, old in zip(self.after, self.state, carried, strict=True):
             if var is given:
-                found.append(old)  # carried as it is, and not by another name: nothing is written
+                found.append(old)  # carried under the same variable: nothing is written
             elif isinstance(var, Var) and var in self.homes and var not in self.state:
                 found.append(values[var])
-            else:  # a constant, a part of the element, another leaf: a copy that has a home
+            else:  # a constant, a part of the element, another leaf: copied, so that a unit owns it
                 found.append(
                     in_unit(self.home([given, var]), functools.partial(value_in, values, var))
                 )
         return found
 
 
-def value_in(values: dict[Any, Any], var: Var) -> Any:
+def value_in(values: dict[Any, Any], var: Atom) -> Any:
     """The value of a variable or a literal, as an array."""
     return jnp.asarray(values[var] if isinstance(var, Var) else var.val)
 
@@ -203,10 +204,10 @@ def value_in(values: dict[Any, Any], var: Var) -> Any:
 def in_unit(who: Who, function: Callable[[], Any]) -> Any:
     """Compute `function()` as a part of a unit: one equation that names it.
 
-    What the function uses from outside it closes over. These values are the equation's operands, so
-    that the executor sees what has to come from other units.
+    The function closes over the values that it uses. They become the equation's operands, so that the
+    executor sees what has to come from other units.
     """
-    # Traced alone, what a function closes over becomes its constants.
+    # Traced separately, a function's closed-over values become its constants.
     program, form = jax.make_jaxpr(function, return_shape=True)()
     jaxpr = program.jaxpr.replace(constvars=[], invars=list(program.jaxpr.constvars))
     made = unit(ClosedJaxpr(jaxpr, []), program.consts, *who)

@@ -1,14 +1,14 @@
 """A model in stages, called as the plain step calls it: all forwards, then all backwards.
 
 In: a traced forward that returns loss, next model state and aux. Out: `Model`, whose `run` is one
-microbatch through its stages. What is around the calls of stages (sums of gradients, names) is a call
-too, in the unit where its operands are.
+microbatch through its stages. Everything around the calls of stages (sums of gradients, names) is a
+call too, in the unit that has its operands.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.internals import Atom, Tracer
 from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.pipeline.lowering.cut import Cut, cut_function
 from tailrace.pipeline.lowering.forward_backward import training_stages
@@ -25,13 +25,13 @@ from tailrace.program.step.training_step import TrainState
 
 
 class Microbatch(NamedTuple):
-    """What the stages make of one microbatch.
+    """The results of one microbatch.
 
     Attributes:
-        loss: of it.
-        aux: what else the model returns.
-        model_state: the next one.
-        gradients: of parameters, by stage, then by the parameter's number.
+        loss: the loss.
+        aux: the other results of the model.
+        model_state: the next model state.
+        gradients: the gradients of parameters, by stage, then by the parameter's number.
     """
 
     loss: Any
@@ -45,15 +45,17 @@ class Model:
     """A model in stages, ready to be called microbatch by microbatch.
 
     Attributes:
-        stages: of it; their results are loss, model state and aux.
-        names: of the parameters, in order.
+        stages: its stages; their results are loss, model state and aux.
+        names: the names of the parameters, in order.
     """
 
     stages: Stages
     names: tuple[str, ...]
 
     @classmethod
-    def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
+    def trace(
+        cls, forward: Callable[..., Tree], args: Tree, sizes: tuple[int, ...], recompute: bool | str
+    ) -> Model:
         """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
         closes_over = PipelineError(
             "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
@@ -76,11 +78,12 @@ class Model:
         return self.stages.outvars[0]
 
     def run(self, state: TrainState, batch: Tree, inputs: Tree) -> Microbatch:
-        """One microbatch through all stages, forth and back."""
+        """One microbatch through all stages, forward and backward."""
         stages = self.stages
         named = self._named_state(state.model_state)
         values = stages.start(state.params, named, batch, inputs)
-        # Each stage finds its inputs among what the ones before it made: skips need no special case.
+        # Each stage finds its inputs among the outputs of all earlier stages: skips need no special
+        # case.
         residuals = [stage.call_forward(values) for stage in stages.each]
         dtype = self.loss.aval.dtype
         scale = state.loss_scale
@@ -90,12 +93,12 @@ class Model:
         aux = jax.tree_util.tree_map_with_path(
             lambda path, var: self._named(f"aux/{path_name(path) or '0'}", var, values), aux
         )
-        # The carried state, not the named: what does not change stays the same variable.
+        # The carried state, not the marked one: a leaf that does not change keeps its variable.
         carried, structure = jax.tree.flatten(state.model_state)
         after = jax.tree.unflatten(structure, stages.next_state(carried, values))
         return Microbatch(self._named("loss", self.loss, values), aux, after, gradients)
 
-    def _backward(self, seed: Any, residuals: Sequence[Any]) -> dict[Stage, dict[int, Any]]:
+    def _backward(self, seed: jax.Array, residuals: Sequence[Any]) -> dict[Stage, dict[int, Any]]:
         """Call all backwards, the last stage's first; the gradients of parameters."""
         stages = self.stages.each
         numbers = {var: i for i, var in enumerate(self.stages.invars[: len(self.names)])}
@@ -108,7 +111,7 @@ class Model:
                 if var in numbers:  # each stage accumulates its own part
                     mine[numbers[var]] = gradient
                 elif var in homes:
-                    # Added as early as can be, so that one value goes on and not several.
+                    # Added as early as possible, so that one value is sent, not several.
                     homes[var] = _meeting(homes[var], stage.backward_unit)
                     pair = gradients[var], gradient
                     gradients[var] = in_unit(homes[var], lambda pair=pair: pair[0] + pair[1])
@@ -116,13 +119,13 @@ class Model:
                     gradients[var], homes[var] = gradient, stage.backward_unit
         return found
 
-    def _named(self, name: str, var: Any, values: dict[Any, Any]) -> Any:
-        """A result, marked with its name where it is made."""
+    def _named(self, name: str, var: Atom, values: dict[Any, Any]) -> Any:
+        """A result, marked with its name in the unit that computes it."""
         home = self.stages.home([var])
         return in_unit(home, lambda: mark(value_in(values, var), Tag("value", name)))
 
     def _named_state(self, model_state: Tree) -> Any:
-        """The model state, marked with its names where it is used first."""
+        """The model state, marked with its names in the unit that uses it first."""
         homes = iter(self.stages.state)
 
         def named(path: Any, leaf: object) -> Any:
@@ -141,14 +144,14 @@ class Model:
         return tuple(index for index in range(len(self.names)) if not self.users(index))
 
     def gradient_name(self, index: int, stage: Stage) -> str:
-        """What a stage's gradient of a parameter is called.
+        """The name of a stage's gradient of a parameter.
 
-        A weight that several stages use has a gradient in each; their sum exists once a step.
+        A weight that several stages use has a gradient in each; they are summed once per step.
         """
         return self.names[index] + (f"@{stage.number}" if len(self.users(index)) > 1 else "")
 
     def check_alone(self) -> None:
-        """Refuse weights of several stages, where gradients of microbatches are changed."""
+        """Refuse weights of several stages if the gradients of microbatches are changed."""
         for index in [index for stage in self.stages.each for index in stage.params]:
             if len(several := self.users(index)) > 1:
                 raise PipelineError(
@@ -160,10 +163,10 @@ class Model:
 
 
 def _meeting(one: Who, other: Who) -> Who:
-    """The first backward that can have values of two others."""
+    """The first backward that can have the values of two others."""
     if one == other or one[1] != other[1]:
         return min(one, other, key=lambda who: who[1])
-    # Members of a group run at the same time, on several devices: behind it they meet.
+    # Members of a group run at the same time, on several devices: their values meet after it.
     return "B", one[1] - 1, 0
 
 

@@ -1,8 +1,8 @@
-"""Where forwards leave what their backwards need: slots, each with what one microbatch leaves.
+"""The stash, where forwards keep residuals for backwards: slots, one microbatch each.
 
-A large value has a buffer of its own. The small ones of a unit (statistics of normalisations, masks,
-keys) stand side by side in a row, one for each dtype, and a row is written and read as one: a model of
-many layers has hundreds of them, and on a GPU each operation takes as long as moving megabytes.
+A large value has a separate buffer. The small ones of a unit (statistics of normalisations, masks,
+keys) are concatenated into a row per dtype, which is written and read as one: a model of many layers
+has hundreds of them, and on a GPU each operation takes as long as moving megabytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
+from tailrace.taps.frame import Scalar
 
 _SMALL = 1 << 18
-"""Bytes up to which a value shares a row with others: copying costs less than a separate operation."""
+"""Values of at most this many bytes share a row: copying costs less than a separate operation."""
 
 Whose = tuple[int, int]
 """A stage, and a member of it."""
@@ -28,9 +29,9 @@ class Row:
     """Values that are written and read as one.
 
     Attributes:
-        key: of the row, in the layout.
-        variables: in order.
-        forms: of them.
+        key: the key of the row in the layout.
+        variables: its variables, in order.
+        forms: their forms.
     """
 
     key: tuple[Whose, Any]
@@ -39,11 +40,11 @@ class Row:
 
 
 class StashLayout(Layout):
-    """Where the stashes of units lie.
+    """The places of the stashes of all units.
 
     Args:
-        puts: for each device, what each unit leaves there.
-        depths: for each unit, how many slots it has.
+        puts: for each device, the values that each unit stashes.
+        depths: the number of slots of each unit.
         hosted: whether the stash is in host memory.
     """
 
@@ -64,12 +65,12 @@ class StashLayout(Layout):
         super().__init__(values)
 
     def put(
-        self, device: int, buffers: list[Any], whose: Whose, known: Mapping[Any, Any], slot: Any
+        self, device: int, buffers: list[Any], whose: Whose, known: Mapping[Any, Any], slot: Scalar
     ) -> None:
-        """Write what a unit leaves, from values by variable."""
+        """Stash the residuals of a unit, from values by variable."""
         for row in self.rows.get(whose, ()):
             values = [known[var] for var in row.variables]
-            if len(values) > 1:  # side by side, as one operation
+            if len(values) > 1:  # concatenated, as one operation
                 kept = [
                     jnp.ravel(jnp.asarray(unwrapped(value, form), form.stored.dtype))
                     for value, form in zip(values, row.forms, strict=True)
@@ -77,8 +78,10 @@ class StashLayout(Layout):
                 values = [jnp.concatenate(kept)]
             self.write(device, buffers, row.key, values[0], slot)
 
-    def take(self, device: int, buffers: Sequence[Any], whose: Whose, slot: Any) -> dict[Any, Any]:
-        """What a unit left, by variable."""
+    def take(
+        self, device: int, buffers: Sequence[Any], whose: Whose, slot: Scalar
+    ) -> dict[Any, Any]:
+        """The stashed residuals of a unit, by variable."""
         found = {}
         for row in self.rows.get(whose, ()):
             value = self.read(device, buffers, row.key, slot)

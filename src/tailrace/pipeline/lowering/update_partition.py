@@ -1,6 +1,6 @@
-"""What each device computes of the part of a step that is no stage: names, reductions, the update.
+"""Which device computes what in the part of a step outside of stages: names, reductions, the update.
 
-Parameters, gradients and optimizer state of a stage live on its device. An equation runs where its
+Parameters, gradients and optimizer state of a stage are on its device. An equation runs where its
 operands are. Where they are on several devices (a global norm, a weight that two stages share) small
 values are sent to all devices and the equation runs on all of them; otherwise it runs where its
 largest operand is, and the others are sent there. Values are sent, and gradients averaged over
@@ -20,18 +20,18 @@ Devices = frozenset[int]
 """Numbers of devices; None means all of them."""
 
 _SMALL = 65_536
-"""Bytes up to which values are sent to all devices rather than the work to one of them."""
+"""Values of at most this many bytes are sent to all devices, rather than moving the work to one."""
 
 _NUMBER = 64
-"""Bytes of what counts as a number."""
+"""The most bytes of a value that counts as a number."""
 
 
 @dataclasses.dataclass
 class Phase:
-    """What happens between two exchanges.
+    """The work between two exchanges.
 
     Attributes:
-        sent: variables that are made known to all devices before it.
+        sent: variables that are sent to all devices before it.
         reduced: equations that average over replicas before it.
         everywhere: equations that all devices run.
         local: equations of each device.
@@ -48,18 +48,19 @@ class Spread:
 
     Args:
         equations: the stretch.
-        held: the devices that have each variable from outside; those not named are everywhere.
+        held: the devices that have each variable from outside; a variable without an entry is
+            everywhere.
         needed: the devices that must have a variable afterwards, or None (everywhere).
-        replicas: how many there are.
-        same: variables that are other names of others, from before.
+        replicas: the number of replicas.
+        same: aliases of variables, from earlier stretches.
 
     Attributes:
         phases: in order.
-        needed: what must be where afterwards, by the variables' first names.
+        needed: the devices that must have a variable afterwards, without aliases.
         at: the devices that have each variable, or None (everywhere).
-        same: variables that are merely other names of others.
-        sent_at: the phase before which a variable was made known to all.
-        made_at: the phase in which a variable is made.
+        same: aliases of variables.
+        sent_at: the phase before which a variable is sent to all.
+        made_at: the phase in which a variable is computed.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Spread:
             self._place(index, eqn)
         self.needed: dict[Any, Devices | None] = {}
         for var, need in needed.items():
-            if isinstance(var, Var):  # several may be names of one
+            if isinstance(var, Var):  # several may be aliases of one
                 root = self.root(var)
                 old = self.needed.get(root, frozenset())
                 self.needed[root] = None if need is None or old is None else old | need
-        # Everything has its place now. What is needed elsewhere at the end is sent, too; only then it
-        # is known how many phases there are.
+        # Everything has its place now. Values that are needed elsewhere at the end are sent too;
+        # only then is the number of phases known.
         for var, need in self.needed.items():
             self.ready(var, need)
         last = max([0, *self._when.values(), *self.sent_at.values()])
@@ -106,22 +107,22 @@ class Spread:
             self.phases[when].sent.append(var)
 
     def where(self, index: int) -> list[int]:
-        """The devices that run an equation which not all run."""
+        """The devices that run an equation, if not all do."""
         return sorted(self._where[index] or ())
 
     def root(self, var: Var) -> Any:
-        """The variable of which this is another name."""
+        """The variable that this is an alias of."""
         while var in self.same:
             var = self.same[var]
         return var
 
     def ready(self, var: Var, where: Devices | None) -> int:
-        """The phase from which a variable is on these devices; it is sent there if need be."""
+        """The phase from which a variable is on these devices; it is sent there if necessary."""
         var = self.root(var)
         at = self.at.get(var)
         made = self.made_at.get(var, 0)
-        # Sent once, to all: a second device that needs it finds it there. An exchange comes before a
-        # phase, so what is made in one phase is elsewhere in the next.
+        # Sent once, to all: a second device that needs it finds it there. Exchanges come before
+        # phases, so a value of one phase is elsewhere in the next.
         if at is None or (where is not None and where <= at):
             return made
         return self.sent_at.setdefault(var, made + 1)
@@ -134,19 +135,20 @@ class Spread:
     def _place(self, index: int, eqn: JaxprEqn) -> None:
         operands = [self.root(v) for v in variables(eqn.invars)]
         if is_mark(eqn) or (reduction_in(eqn) is not None and self.replicas == 1):
-            # Nothing is computed: the result is another name of the operand, and is where it is.
+            # Nothing is computed: the result is an alias of the operand, and in the same place.
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
                 if not isinstance(given, Literal) and _dtype(out) == _dtype(given):
                     self.same[out] = self.root(given)
         local = [v for v in operands if self.at.get(v) is not None]
         where = _meeting_place(local, self.at)
-        # Numbers that meet others which were sent go the same way: a norm over all stages, summed leaf
-        # by leaf, takes one exchange and not one for each stage.
+        # A number that is combined with numbers that were sent is sent too: a norm over all stages,
+        # summed leaf by leaf, then takes one exchange, not one per stage.
         sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
         if sent and all(nbytes(v.aval) <= _NUMBER for v in [*operands, *eqn.outvars]):
             where = None
+        # As early as its last operand allows; `_delay` moves it back later.
         when = max([self.ready(v, where) for v in operands], default=0)
-        # Replicas exchange before a phase, too, what the phase before it made.
+        # Replicas also exchange before a phase, the results of the previous one.
         if self._is_reduction(eqn) and where is not None:
             when += 1
         self._where[index], self._when[index] = where, when
@@ -155,8 +157,8 @@ class Spread:
                 self.at[var], self.made_at[var] = where, when
 
     def _delay(self, last: int) -> None:
-        """Run what a device computes for itself as late as it may: less is kept between phases."""
-        # `late`: the last phase in which a value may be made, from its users back to its maker.
+        """Run the equations of single devices as late as possible: less is kept between phases."""
+        # `late`: the last phase in which a value may be computed, from its users backwards.
         late: dict[Any, int] = {}
         for var in self.needed:
             late[var] = last
@@ -167,6 +169,7 @@ class Spread:
                 continue
             eqn, where = self.equations[index], self._where[index]
             reduction = self._is_reduction(eqn) and where is not None
+            # Exchanges stay where they are, and what all devices run cannot be delayed for one.
             if where is not None and not reduction:
                 due = [late[self.root(v)] for v in eqn.outvars if self.root(v) in late]
                 if due:
@@ -174,6 +177,7 @@ class Spread:
                     for var in eqn.outvars:
                         if var not in self.same:
                             self.made_at[var] = self._when[index]
+            # A reduction is an exchange before its phase: its operands are due one phase earlier.
             when = self._when[index] - (1 if reduction else 0)
             for var in variables(eqn.invars):
                 root = self.root(var)
@@ -186,9 +190,10 @@ def guess_homes(
     unknown: Iterable[Any],
     replicas: int,
 ) -> dict[Any, Devices]:
-    """The one device that needs each unknown variable; those that several need are not named."""
-    # Optimizer state is made like parameters, and nothing says whose it is. But the equation in which
-    # it meets a gradient has a place. `wild`: what a value is computed from that has no place yet.
+    """The device that needs each variable of unknown place, if it is the only one."""
+    # Nothing says to which stage a leaf of the optimizer state belongs. But the equation that
+    # combines it with a gradient has a place. `wild`: the variables without a place that a value is
+    # computed from.
     at: dict[Any, Devices | None] = dict(held)
     wild: dict[Any, set[Any]] = {var: {var} for var in unknown}
     needs: dict[Any, set[int]] = {var: set() for var in unknown}
@@ -197,7 +202,7 @@ def guess_homes(
         operands = variables(eqn.invars)
         local = [v for v in operands if at.get(v) is not None]
         leaves = set().union(*(wild.get(v, set()) for v in operands))
-        if not local:
+        if not local:  # its place is still open: what it is computed from is passed on
             wild.update((v, leaves) for v in eqn.outvars)
             continue
         where = _meeting_place(local, at)
@@ -219,10 +224,10 @@ def _dtype(var: Any) -> Any:
 
 
 def _meeting_place(local: Sequence[Any], at: Mapping[Any, Devices | None]) -> Devices | None:
-    """Where an equation runs whose operands `local` are not everywhere; None: everywhere.
+    """The device for an equation with operands `local` that are not everywhere; None for all.
 
-    Where all operands are, if there is such a device. Otherwise large values stay: the equation runs
-    where the largest is. Small values are sent to all, and all devices run it.
+    A device that has all operands, if there is one. Otherwise, if operands are large, the device of
+    the largest. Small operands are sent to all devices, and all run it.
     """
     places = [place for v in local if (place := at[v]) is not None]
     common = frozenset.intersection(*places) if places else None

@@ -1,7 +1,7 @@
 """Running a pipelined step as one device program.
 
 In: an `Assembly`, the state as a tree, and blocks of elements.
-Out: the state after them, and what taps and outfeeds ask for.
+Out: the state after them, and the values for taps and outfeeds.
 
     emit_step, emit_ticks, in_place      one program for all devices: before, ticks, after
     value_lookup                         the value of a variable, while that program is emitted
@@ -12,7 +12,7 @@ Out: the state after them, and what taps and outfeeds ask for.
     forward_step, forward_only           evaluation and prediction: forwards alone
     report                               what each stage costs, measured
 
-`program.running` dispatches: what it does not know about a pipeline is in a `StageLayout`.
+`program.running` dispatches; everything specific to pipelines is in a `StageLayout`.
 Rules: devices exchange values between ticks and between phases only. A device writes its own buffers
 and nothing else. Order is the plan's: nothing here decides what runs when.
 """

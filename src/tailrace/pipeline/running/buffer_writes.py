@@ -1,4 +1,4 @@
-"""Some of what devices hold in their buffers, read and replaced without moving the rest."""
+"""Reading and replacing some values in the buffers of devices, without moving the rest."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from jax import lax
 
 Patches = Mapping[tuple[int, int], Mapping[int, Any]]
-"""For a replica and a device, flat values by their place in the device's part of a buffer."""
+"""For a replica and a device, flat values by their offset in the device's part of a buffer."""
 
 
 def patched(buffer: jax.Array, patches: Patches, each: bool) -> Any:
     """A buffer [replica,] device, ... with other values in some places.
 
-    Only the parts of devices that have such places are written; the others are handed on.
+    Only the parts of devices with such values are written; the others are reused.
 
     Args:
-        buffer: an array that is spread over the devices.
-        patches: what changes. Where replicas have one buffer for all, they count as replica 0.
-        each: whether each replica has its own.
+        buffer: an array that is sharded over the devices.
+        patches: the new values. A buffer that all replicas share counts as replica 0's.
+        each: whether the buffer differs per replica.
     """
     parts = []
     for shard in buffer.addressable_shards:
@@ -37,11 +37,11 @@ def patched(buffer: jax.Array, patches: Patches, each: bool) -> Any:
 
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of arrays in a flat buffer: the first place, and the shape, of each."""
+"""The offset and shape of each array in a flat buffer."""
 
 
 def cut_out(flat: jax.Array | np.ndarray, places: Places) -> list[Any]:
-    """The arrays that stand in a flat buffer, on its device or, if it is numpy's, on the host."""
+    """The arrays in a flat buffer, on its device or, if it is a NumPy array, on the host."""
     if isinstance(flat, np.ndarray):
         return [flat[first : first + math.prod(shape)].reshape(shape) for first, shape in places]
     return _cut_out(flat, places)

@@ -1,4 +1,4 @@
-"""Emitting one step of a pipeline: the same program for all devices, each doing its own part.
+"""Emitting one step of a pipeline: one program for all devices, in which each does its part.
 
     before ──▶ tick tick tick ... ──▶ after
 
@@ -37,8 +37,8 @@ class Machine:
     """Emits steps of a pipeline.
 
     Args:
-        assembly: where everything lives.
-        rewriter: resolves marks and sends out what is observed.
+        assembly: the layout of the step.
+        rewriter: resolves marks and sends out observed values.
         position: of the body of the loop over steps, in the program.
     """
 
@@ -56,14 +56,14 @@ class Machine:
         frame: Frame,
         stash: list[Any] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any] | None]:
-        """One step; returns what it carries, changed.
+        """One step; returns its carry.
 
         Args:
-            held: the buffers of what devices hold for themselves.
-            everywhere: what all devices carry alike.
+            held: the buffers of values that differ per device.
+            everywhere: the carried values that are equal on all devices.
             known: values of the loop's constants and its counter.
-            frame: the surroundings; emissions land there.
-            stash: the buffers of the stash, whatever is in them; None: new ones.
+            frame: the environment; emissions are added to it.
+            stash: the buffers of the stash, with any content; None for new ones.
         """
         a, jobs = self.assembly, self.assembly.jobs
         known = {
@@ -73,24 +73,26 @@ class Machine:
         values = Values(lax.axis_index(STAGE), known, a.constants, frame, dict(a.before.same))
         numbers = {var: i for i, var in enumerate(a.carry_in) if var in a.held}
         values.add_store(a.held_layout, held, numbers)
-        # Before: what the loop starts from lands in the buffers that jobs carry.
+        # Before: the initial values of the loop are written to the buffers that jobs carry.
         starts = self._results(a.carry_layout, jobs.starts)
         start = self._run(
             values, a.before, a.before_indices, a.carry_layout, a.carry_layout.zeros(), starts
         )
         position = (*self.position, jobs.index, 0)
-        # The ticks. What no job owns was run ahead, and all devices know it.
+        # The ticks. Values that no job owns were computed ahead, on all devices.
         ticking = Ticking(a, self.rewriter, self.silent, position, self.emitting)
         empty_stash = a.stash_layout.zeros() if stash is None else stash
         buffers, loose, used = ticking.run(values, start, empty_stash)
         outs = jobs.loop.outvars[: jobs.carried]
         values.known.update((outs[number], value) for number, value in loose.items())
+        # From here on a carried variable is in the buffers that the ticks have left: a later store
+        # hides an earlier one.
         owned = {outs[n]: n for n in range(jobs.carried) if jobs.owner(n) is not None}
         values.add_store(a.carry_layout, buffers, owned)
-        # After: the update, from these buffers to those of what devices hold.
+        # After: the update, from these buffers to those that devices hold.
         values.same = dict(a.after.same)
         results = self._results(a.held_layout, a.carry_out)
-        results = {  # without what stays as it is
+        results = {  # without values that do not change
             device: [(n, v) for n, v in each if a.after.root(v) is not a.carry_in[n]]
             for device, each in results.items()
         }
@@ -113,17 +115,17 @@ class Machine:
         buffers: list[Any],
         results: Results,
     ) -> list[Any]:
-        """Run a stretch, phase by phase; the `results` of each device land in `buffers`."""
+        """Run a stretch, phase by phase; the `results` of each device are written to `buffers`."""
         for number, phase in enumerate(spread.phases):
             for var in phase.sent:
                 at = spread.at[var]
                 assert at is not None
-                values.send(var, min(at))
+                values.send(var, min(at))  # any of the devices that have it: they agree
             self._reduce(values, spread, phase)
             for index in phase.everywhere:
                 self._equation(values, spread, indices, index, self.rewriter)
-            # What a device makes for a later phase has to leave its block: into buffers again, because
-            # all devices run one program and have unequal values.
+            # Values of a device for a later phase must leave its block. They are written to buffers
+            # again, because all devices run one program and have different values.
             is_last = number == len(spread.phases) - 1
             kept = _kept(spread, number)
             scratch = Layout([{v: Form.of(v.aval) for v in kept.get(d, ())} for d in self._devices])
@@ -143,19 +145,19 @@ class Machine:
                     kept: dict[int, list[Any]] = kept,
                     scratch: Layout = scratch,
                 ) -> Any:
-                    # What the block overwrites is read in place: read from outside, it
+                    # Values that the block overwrites are read in place: read from outside, they
                     # would be copied first.
                     inside = values.on(device).reading(layout, buffers)
                     buffers, stores = list(buffers), list(stores)
                     for index in equations:
-                        # Several devices may run an equation; what it sends out leaves once.
+                        # Several devices may run an equation, but what it sends out is sent once.
                         first = device == spread.where(index)[0]
                         rewriter = self.rewriter if first else self.silent
                         self._equation(inside, spread, indices, index, rewriter)
                     condense(inside.frame)
                     for var in kept.get(device, ()):
                         scratch.write(device, stores, var, inside.fetch(var))
-                    # All are read before one is written: results may be each other's operands.
+                    # All are read before any is written: results may be operands of each other.
                     made = [(key, inside.fetch(var)) for key, var in due]
                     for key, value in made:
                         layout.write(device, buffers, key, value)
@@ -180,8 +182,8 @@ class Machine:
         values.keep(eqn, made)
 
     def _on(self, values: Values, device: int, block: Callable[..., Any], state: Tree) -> Any:
-        """Run a block on one device; what it emits leaves with the step."""
-        # A loop of at most one pass carries what the block emits, so its shapes come first.
+        """Run a block on one device; its emissions become those of the step."""
+        # A loop of at most one iteration carries the emissions, so their shapes are needed first.
         emitted = empty(self.emitting.room(block, state, device))
 
         def run(carry: Tree) -> Any:
@@ -193,13 +195,13 @@ class Machine:
         return state
 
     def _reduce(self, values: Values, spread: Spread, phase: Phase) -> None:
-        """Average (or sum) over replicas what each device has, in few exchanges."""
+        """Average (or sum) the values of each device over replicas, in few exchanges."""
         for reduction in ("mean", "sum"):
             chosen = [i for i in phase.reduced if reduction_in(spread.equations[i]) == reduction]
             if not chosen:
                 continue
-            # Each device fills its own buffers of a common layout, then all buffers are reduced at
-            # once: as many exchanges as there are buffers, not as there are gradients.
+            # Each device fills buffers of a common layout, and whole buffers are reduced: one
+            # exchange per buffer, not one per gradient.
             outs = {i: spread.equations[i].outvars[0] for i in chosen}
             layout = Layout(
                 [
@@ -235,15 +237,15 @@ class Machine:
         return range(self.assembly.num_devices)
 
     def _is(self, values: Values, device: int) -> Any:
-        """Whether this is the device; not known to XLA where values come from the host."""
+        """Whether this is the device; hidden from XLA if values come from the host."""
         if self.assembly.num_devices > 1:
             return values.me == device
-        # Or XLA would start to bring them in before the first microbatch.
+        # Otherwise XLA would start to copy them before the first microbatch.
         return values.frame.step() >= 0 if any(self.assembly.held_layout.hosted) else True
 
 
 def _kept(spread: Spread, phase: int) -> dict[int, list[Any]]:
-    """For each device, the variables that it makes in a phase and that are wanted after it."""
+    """For each device, the variables that it computes in a phase and that are used after it."""
     # Also what an equation that all devices run takes: it was sent, so it is in `sent`.
     later: set[Any] = set()
     for following in spread.phases[phase + 1 :]:

@@ -1,7 +1,7 @@
 """Emitting the ticks of a pipeline: the loop over microbatches, by the plan.
 
-In a tick every device runs the backward and the forward that the plan gives it, if any; then messages
-go to the neighbours, all at once. Devices wait for each other only there.
+In a tick every device runs the backward and the forward that the plan assigns to it, if any; then all
+messages to neighbours are exchanged at once. Devices wait for each other only there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Ticking:
     """Emits the loop over microbatches of one step.
 
     Args:
-        assembly: where everything lives.
+        assembly: the layout of the step.
         rewriter: for the equations of jobs.
-        silent: for those that another job runs too, and whose effects it has.
-        position: of the body of the loop, in the program.
-        emitting: notes who emits what.
+        silent: for equations that another job runs too, which has their effects.
+        position: the position of the loop's body in the program.
+        emitting: records which device emits what.
     """
 
     def __init__(
@@ -55,37 +55,39 @@ class Ticking:
     def run(
         self, values: Values, start: list[Any], stash: list[Any]
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """All ticks; returns the buffers of what jobs carry, what no job carries, and the stash."""
+        """All ticks; returns the jobs' buffers, the values that no job carries, and the stash."""
         a, frame = self.assembly, values.frame
         count = a.plan.microbatches
         counts = elements_read(self.jobs.body.eqns)
-        # All devices have all elements of the step. A job cuts out that of its own microbatch: in one
-        # tick, stages work on different ones.
+        # All devices have all elements of the step. A job slices that of its microbatch: in one
+        # tick, stages work on different microbatches.
         elements = {queue: frame.blocks[queue].take_many(count) for queue in counts}
         ahead, loose = self._ahead(values, elements)
         table = a.plan.timetable()
         active = [job for job in self.jobs.jobs.values() if not job.is_empty]
         # Within a tick backwards come first, so that a slot may be read and written in one tick;
-        # and who gets a message comes before who sends it, so that it may overwrite the one before.
+        # and the receiver of a message runs before its sender, which may then overwrite it.
         active.sort(key=lambda job: (job.who[0], job.who[1] if job.who[0] == "B" else -job.who[1]))
         carry: Any = {
             "carried": start,
             "stash": stash,
             "out": [channel.layout.zeros() for channel in a.channels],
         }
+        # Messages wait one tick: what is sent at the end of a tick is read in the next. On one device
+        # there is nothing to send, and the receiver reads the sender's buffer.
         if a.num_devices > 1:
             carry["in"] = [channel.layout.zeros() for channel in a.channels]
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
             bodies[job.who] = self._body(job, values, elements, ahead)
-            # The loop over ticks carries what jobs send out, one row for each microbatch, so it must
-            # know the shapes before any job is traced.
+            # The loop over ticks carries the emissions of jobs, one row per microbatch, so their
+            # shapes must be known before any job is traced.
             sketch, forms = self._sketch(job, values, elements, ahead)
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
-        def tick(state: Tree, row: Any) -> Any:
+        def tick(state: Tree, row: Tree) -> Any:
             carry, emitted = dict(state[0]), state[1]
             for job in active:
                 kind, stage, _ = job.who
@@ -95,16 +97,19 @@ class Ticking:
                 if a.num_devices > 1:
                     mine = mine & (values.me == a.device(job.who))
 
-                def once(state: Tree, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
+                def once(
+                    state: Tree, job: Job = job, m: jax.Array = m, slot: jax.Array = slot
+                ) -> Any:
                     carry, emitted = state
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
 
+                # Profiles find a unit by this scope; see `profiling/programs/tick_times.py`.
                 with jax.named_scope(unit_scope(*job.who)):
                     carry, emitted = once_if(mine, once, (carry, emitted))
             if a.num_devices > 1:
-                # The only place where devices wait for each other. All take part in all ticks: what a
-                # device did not send in this one is what it sent before, and is not read.
+                # The only place where devices wait for each other. All take part in all ticks: a
+                # device without a message sends its previous one again, which is not read.
                 with jax.named_scope(STAGES):
                     carry["in"] = [
                         [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
@@ -118,10 +123,10 @@ class Ticking:
         return carry["carried"], loose, carry["stash"]
 
     def _sketch(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
-        """What a job sends out, for its shapes alone: a function of operands, and their forms.
+        """The emissions of a job, for their shapes only: a function of operands, and their forms.
 
-        Only equations from which something leaves are run, and the loop's counter. The forms of all
-        operands are known, so nothing else is traced, neither forwards nor backwards.
+        Only equations with emissions run, and the loop's counter. The forms of all operands are known,
+        so nothing else is traced, neither forwards nor backwards.
         """
         body, view = self.jobs.body, values.on(self.assembly.device(job.who))
         used = used_by(body.eqns[i] for i in job.equations)
@@ -148,18 +153,18 @@ class Ticking:
         return lambda given: (run(given),), [_form(var, var in stored) for var in wanted]
 
     def _body(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
-        """What a job does with the buffers, for a microbatch and a slot of the stash."""
+        """Run a job on the buffers, for a microbatch and a slot of the stash."""
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
         used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
-        def run(carry: Tree, m: Any, slot: Any) -> Any:
+        def run(carry: Tree, m: jax.Array, slot: jax.Array) -> Any:
             frame = view.frame.inner(_blocks(elements, m))
             known = self._given(view, used)
             known.update((var, x[m]) for var, x in ahead.items() if var in used)
-            known[body.invars[-1]] = m
+            known[body.invars[-1]] = m  # the loop's counter: a job counts microbatches, not ticks
             carried, stash = list(carry["carried"]), list(carry["stash"])
             out = [list(buffers) for buffers in carry["out"]]
             # On one device a message is read from where it was written.
@@ -201,7 +206,7 @@ class Ticking:
         return known
 
     def _ahead(self, values: Values, elements: Tree) -> tuple[dict[Any, Any], dict[int, Any]]:
-        """What depends on no job but on the microbatches before: run ahead, for all of them."""
+        """Compute ahead, for all microbatches, the values that depend on no job."""
         jobs = self.jobs
         if not jobs.loose:
             return {}, {}
@@ -212,7 +217,7 @@ class Ticking:
         chosen = jobs.from_ahead
         start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
-        def one(carry: Tree, m: Any) -> Any:
+        def one(carry: Tree, m: jax.Array) -> Any:
             known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}
             frame = values.frame.inner(_blocks(elements, m))
             for index in jobs.ahead:
@@ -224,8 +229,8 @@ class Ticking:
         return dict(zip(chosen, stacked, strict=True)), dict(zip(jobs.loose, after, strict=True))
 
 
-def _blocks(elements: Tree, m: Any) -> dict[Any, Block]:
-    """The element of one microbatch, as what is left to be taken."""
+def _blocks(elements: Tree, m: jax.Array) -> dict[Any, Block]:
+    """The element of one microbatch, as a block to take."""
     return {
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
         for queue, leaves in elements.items()
@@ -233,7 +238,7 @@ def _blocks(elements: Tree, m: Any) -> dict[Any, Block]:
 
 
 def _form(var: Any, stored: bool) -> jax.ShapeDtypeStruct:
-    """The form of a value; what was in a buffer has a type of its own, no weak one."""
+    """The shape and dtype of a value; not weakly typed, since a value from a buffer is not."""
     aval = var.aval
     weak = not stored and getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
@@ -243,10 +248,10 @@ def _is_collected(key: object) -> bool:
     return isinstance(key, RawKey) and key[0].collect != "stack"
 
 
-def _kept(emitted: Emissions, made: Emissions, m: Any) -> Emissions:
-    """Emissions of all microbatches, with those of one more."""
+def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
+    """The emissions of all microbatches, with those of one more added."""
 
-    def put(buffer: Any, new: Any) -> Any:
+    def put(buffer: jax.Array, new: jax.Array) -> Any:
         return lax.dynamic_update_index_in_dim(buffer, new, m, 0)
 
     after = Emissions(emitted)

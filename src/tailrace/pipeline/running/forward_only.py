@@ -1,8 +1,8 @@
 """Evaluation and prediction of a model that is cut into stages: forward pipelines over their devices.
 
-A block of batches goes through the stages in passes of some microbatches each. Variables that change
-(metrics, and what a step of the user's changes) go on from batch to batch where they are used; the
-others stay on the devices of the stages that read them.
+A block of batches goes through the stages in passes of several microbatches each. Variables that
+change (metrics, and those that the user's step changes) are carried from batch to batch on the device
+that uses them; the others stay on the devices of the stages that read them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 
 Compute = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-"""`compute(read, changed, element, ())` returns what is sent out, and the next `changed`."""
+"""`compute(read, changed, element, ())` returns the values to send out, and the next `changed`."""
 
 _ROUNDS = 8
-"""The most rounds of microbatches per pass: what they send out is kept until its end."""
+"""The most rounds of microbatches per pass: their outputs are kept until its end."""
 
 
 class ForwardPipeline:
     """A pipeline whose forward passes take any number of microbatches, not only whole rounds.
 
     Args:
-        function: what is cut into stages.
+        function: the function to cut into stages.
         options: as for `tr.Pipeline`.
     """
 
@@ -48,16 +48,15 @@ class ForwardPipeline:
         return microbatches_of(self._pipeline, sizes, rounds=1)
 
     def plan(self, sizes: tuple[int, ...], training: bool = True, count: int | None = None) -> Plan:
-        """The plan; where the last round is not full, what is missing does not run."""
+        """The plan; if the last round is not full, the missing microbatches do not run."""
         if training or count is None:
             return self._pipeline.plan(sizes, training, count)
         round_of = self.round_of(sizes)
         whole = self._pipeline.plan(sizes, False, -(-count // round_of) * round_of)
         if whole.microbatches == count:
             return whole
-        # A schedule repeats by rounds, so it plans whole ones: a shorter pass is the next longer
-        # one without the units of microbatches that do not exist. Ticks at the end may become
-        # empty.
+        # A schedule plans whole rounds. A shorter pass is the next longer plan without the units of
+        # microbatches that do not exist; ticks at its end may be empty.
         ticks = [[u for u in tick if u.microbatch < count] for tick in whole.iter_ticks()]
         while not ticks[-1]:
             ticks.pop()
@@ -69,14 +68,14 @@ class ForwardRunner(PipelineRunner):
     """Runs such a pipeline.
 
     Args:
-        sizes: of its stages.
-        compute: what is made of each batch.
-        read: forms of what it only reads.
-        changed: forms of what it may change; each replica has its own.
-        infeed: where batches come from.
-        out: where goes what is sent out.
-        count: how many batches of a replica one dispatch takes.
-        pipeline: how it is to run.
+        sizes: the sizes of its stages.
+        compute: the function of each batch.
+        read: the forms of the values it only reads.
+        changed: the forms of the values it may change; they differ per replica.
+        infeed: the source of batches.
+        out: receives the results.
+        count: the number of batches per replica and dispatch.
+        pipeline: the options of its execution.
         placement: the replicas.
     """
 
@@ -85,7 +84,7 @@ class ForwardRunner(PipelineRunner):
         sizes: tuple[int, ...],
         compute: Compute,
         read: Tree,
-        changed: Any,
+        changed: Tree,
         infeed: Feed,
         out: OutfeedQueue,
         count: int,
@@ -95,14 +94,14 @@ class ForwardRunner(PipelineRunner):
         self.per_pass = per_pass(count, pipeline.round_of(sizes))
         self._read_only = len(jax.tree.leaves(read))
 
-        def program(state: Tree, _: Any) -> Any:
+        def program(state: Tree, _: object) -> Any:
             return forward_pass(compute, state, infeed, out, self.per_pass, (), advances=True)
 
         each = [False] * self._read_only + [True] * len(jax.tree.leaves(changed))
         super().__init__(program, (read, changed), (), pipeline, placement, each, training=False)
 
     def changed(self, state: LoopState) -> Any:
-        """What the passes have changed, without what they only read."""
+        """The values that the passes have changed, without those they only read."""
         changed = self.stages.leaves(state, self._read_only)
         return self.traced.out_structure.children()[1].unflatten(changed)
 
@@ -114,10 +113,10 @@ def stages_in(compute: Compute, args: tuple[Any, Any, Any, Any], replicas: int) 
 
 
 def per_pass(count: int, round_of: int) -> int:
-    """How many of `count` batches go through the stages in one pass.
+    """The number of batches per pass, of `count` batches.
 
-    A divisor, so that all passes are alike; the whole where there is none that fills and empties
-    the pipeline seldom enough.
+    A divisor, so that all passes are alike; `count` itself if no divisor keeps ramp-up and ramp-down
+    rare enough.
 
     >>> per_pass(100, 2), per_pass(7, 2), per_pass(97, 2), per_pass(1, 2)
     (10, 7, 97, 1)

@@ -20,21 +20,21 @@ from tailrace.pipeline.schedule.schedules import schedule_offsets, virtual_place
 from tailrace.program.loops import repeat, repeat_with, whole
 
 Compute = Callable[[Any, Any, Any, Any], Any]
-"""`compute(params, model_state, batch, inputs)` returns what is wanted of one element."""
+"""`compute(params, model_state, batch, inputs)` returns the values to send out for an element."""
 
 _ROUNDS = 4
 """Rounds of microbatches in one pass: with four, ramp-up and ramp-down cost a fifth at most."""
 
 
 def microbatches_of(pipeline: Pipeline, sizes: tuple[int, ...], rounds: int = _ROUNDS) -> int:
-    """How many elements one pass of a forward pipeline takes."""
+    """The number of elements per pass of a forward pipeline."""
     placement = placement_of(read_mapping(pipeline.device_mapping, sizes))
     offsets = schedule_offsets(pipeline.schedule, virtual_placement(placement, False))
     return len(offsets) * rounds
 
 
-def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
-    """How many members each stage of a function has, by the boundaries in it."""
+def stages_of(compute: Compute, args: Tree) -> tuple[int, ...]:
+    """The number of members of each stage of a function, from the boundaries in it."""
     return cut_function(compute, args)[0].sizes
 
 
@@ -47,10 +47,10 @@ def forward_pass(
     inputs: Tree,
     advances: bool = False,
 ) -> Any:
-    """A pass over `count` elements, inside a loop: sends out what `compute` makes of each.
+    """A pass over `count` elements, inside a loop: sends out the result of `compute` for each.
 
-    With `advances` it returns `(what is sent, next model_state)`: the model state goes on from element
-    to element.
+    With `advances`, `compute` returns `(result, next model_state)`: the model state is carried from
+    element to element.
     """
 
     def one_pass(read: Tree) -> Any:
@@ -73,7 +73,8 @@ def forward_pass(
             return carry
 
         after = repeat_with(whole, count, one, model_state if advances else (), infeed)
-        # Marked, or the loop would not carry what it does not change, and every device would read all.
+        # Marked: otherwise the loop would not carry values that it does not change, and every
+        # device would read all of them.
         state = after if advances else model_state
         return mark(params, Tag("held")), mark(state, Tag("held"))
 

@@ -1,8 +1,8 @@
-"""Doing something on one device of many, in place, and keeping what it emits.
+"""Work on one device of many, in place, and its emissions.
 
-XLA copies what passes through a conditional, and parameters, stash and accumulators all would. What
-a loop carries it updates in place. So whatever a device does, or skips, is in a loop of at
-most one pass.
+XLA copies what passes through a conditional, which would be all parameters, the stash and the
+accumulators. The carry of a loop it updates in place. So everything that a device does, or skips, is
+in a loop of at most one iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
 
 
-def once_if(condition: Any, body: Callable[[Any], Any], carried: Tree) -> Any:
+def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> Any:
     """`body(carried)` if the condition holds, else `carried`; updated in place.
 
     >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()
@@ -31,7 +31,8 @@ def once_if(condition: Any, body: Callable[[Any], Any], carried: Tree) -> Any:
     def run(state: Tree) -> Any:
         old, structure = jax.tree.flatten(state[1])
         new = jax.tree.leaves(body(state[1]))
-        # What is only read must pass through the loop as well: used beside it, it would be copied.
+        # Values that are only read must be carried as well: used from outside the loop, they would
+        # be copied.
         kept = [lax.optimization_barrier(n) if n is o else n for o, n in zip(old, new, strict=True)]
         return jnp.zeros((), bool), jax.tree.unflatten(structure, kept)
 
@@ -39,17 +40,17 @@ def once_if(condition: Any, body: Callable[[Any], Any], carried: Tree) -> Any:
 
 
 class Emitting:
-    """What jobs and blocks emit, each on its own device, gathered under one roof.
+    """The emissions of jobs and blocks on all devices, as those of one program.
 
     Attributes:
-        sources: the device that makes each emission, by key.
+        sources: the device of each emission, by key.
     """
 
     def __init__(self) -> None:
         self.sources: dict[Hashable, int] = {}
 
     def room(self, function: Callable[..., Any], args: Sequence[Any], device: int) -> Emissions:
-        """The shapes of what `function(*args)`, which returns (..., emissions), will emit."""
+        """The shapes of the emissions of `function(*args)`, which returns (..., emissions)."""
         shapes = jax.eval_shape(function, *args)[-1]
         self.sources.update(dict.fromkeys(shapes, device))
         return shapes
@@ -58,7 +59,7 @@ class Emitting:
 def empty(
     shapes: Emissions, lead: Callable[[Hashable], tuple[int, ...]] = lambda _: ()
 ) -> Emissions:
-    """Zeros of the shapes of emissions, with further dims in front."""
+    """Zeros of the shapes of emissions, with additional leading dims."""
     return Emissions(
         (key, jax.tree.map(lambda s, k=key: zeros(s, lead(k)), shape))
         for key, shape in shapes.items()

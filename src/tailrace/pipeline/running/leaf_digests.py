@@ -1,4 +1,4 @@
-"""Digests of what the devices of a pipeline hold: each device reads its own part, once."""
+"""Digests of the state of a pipeline: each device reads the part that it holds, once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def leaf_digests(
     """The digest of each leaf, [leaves, 2]; in a program.
 
     Args:
-        assembly: who holds what.
+        assembly: which device holds what.
         mesh: replicas x stages.
-        results: for each leaf, which of the values that the loop carries it is; -1 for none.
-        held: the buffers of the devices, then what all have alike, then what the loop leaves alone.
-        names: of the leaves.
-        sizes: how many values a leaf has of which replicas have shares; None for any other.
+        results: for each leaf, its index among the carried values; -1 if it is not carried.
+        held: the buffers of the devices, then the values that are equal on all, then those that the
+            loop does not change.
+        names: the names of the leaves.
+        sizes: for a leaf that is sharded over replicas, its number of values; None for any other.
     """
     layout, count = assembly.held_layout, len(assembly.held_layout.buffers)
     owners = _owners(assembly)
@@ -46,8 +47,8 @@ def leaf_digests(
         PartitionSpec(REPLICA) if number in assembly.each else PartitionSpec() for number in alike
     ]
 
-    def part(value: Any, number: int, leaf: int) -> Any:
-        """What this replica has of a leaf, at its place in the whole of it."""
+    def part(value: jax.Array, number: int, leaf: int) -> Any:
+        """The part of a leaf that this replica has, at its offset in the leaf."""
         first = lax.axis_index(REPLICA) * value.size if number in assembly.each else 0
         return digest(value, names[leaf], first, sizes[leaf])
 
@@ -60,8 +61,8 @@ def leaf_digests(
 
     def one(buffers: Tree, values: Tree) -> Any:
         mine = [b.reshape(form.shape) for b, form in zip(buffers, layout.buffers, strict=True)]
-        # Each device digests what it alone holds; the others have zeros in that place, so a sum over
-        # stages has all digests, and no state moves.
+        # Each device digests what only it holds, and has zeros for all else. The sum over stages
+        # then has all digests, and no state is moved.
         branches = [functools.partial(on_device, d) for d in range(assembly.num_devices)]
         found = lax.psum(lax.switch(lax.axis_index(STAGE), branches, mine), STAGE)
         for leaf, number in enumerate(results):

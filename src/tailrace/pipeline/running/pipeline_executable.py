@@ -1,4 +1,4 @@
-"""What an executable runs for a loop over pipelined steps: one program for all devices of a mesh."""
+"""The program of a loop over pipelined steps: one for all devices of a mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tailrace.pipeline.running.value_lookup import from_device
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import Buffer
 from tailrace.program.running.placement import Placement
-from tailrace.taps.frame import Block, Emissions
+from tailrace.taps.counted_loop import OnePass
+from tailrace.taps.frame import Block, Emissions, Emitted
 from tailrace.taps.loop_passes import Passes, skipping
 from tailrace.taps.wanted import FiniteKey, RawKey, condense, fine
 
@@ -31,8 +32,8 @@ class PipelinePlacement(Placement):
     """The devices of a pipeline: replicas times stages.
 
     Args:
-        replicas: how many copies of the pipeline.
-        stages: how many devices each has; 0 while that is unknown.
+        replicas: the number of copies of the pipeline.
+        stages: the number of devices of each; 0 while that is unknown.
     """
 
     mesh: Any
@@ -46,11 +47,11 @@ class PipelinePlacement(Placement):
 class PipelineProgram(DeviceProgram):
     """A piece of a loop over pipelined steps, for all devices of a mesh of replicas and stages.
 
-    The carry is not found by variable but in buffers: `Buffer("held", i)` for buffer i of what each
-    device holds for itself, `Buffer("all", i)` for value i, which is the same on all of them.
+    The keys of the carry are buffers, not variables: `Buffer("held", i)` for buffer i, which differs
+    per device, `Buffer("all", i)` for value i, which is equal on all devices.
 
     Args:
-        piece: what it runs.
+        piece: the piece of the loop.
         assembly: which device does what, and where values are.
     """
 
@@ -88,15 +89,22 @@ class PipelineProgram(DeviceProgram):
         )
         one = placement.replicas == 1
 
-        def call(*args: Any) -> Any:
+        def call(*args: Tree) -> Any:
             results, emitted, ticket = function(*args)
-            if one:  # as without replicas: no dim for them
+            if one:  # no replica dim, as without replicas
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
             return results, emitted, ticket
 
         return jax.jit(call, donate_argnums=donated)
 
-    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
+    def _function(
+        self,
+        carried: Tree,
+        read: Tree,
+        elements: Tree,
+        numbers: jax.Array,
+        free: Sequence[jax.Array],
+    ) -> Any:
         self._rewriter.arguments = free
         a, piece = self._assembly, self.piece
         assert piece.length is not None  # it is a loop
@@ -104,7 +112,7 @@ class PipelineProgram(DeviceProgram):
         machine = Machine(a, self._rewriter, (piece.segment.first, 0))
         consts = self._constants(read)
 
-        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Tree, observing: bool) -> Any:
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
@@ -113,12 +121,13 @@ class PipelineProgram(DeviceProgram):
             condense(inside)
             return after, ([], inside.emitted)
 
-        # Filled with zeros once in an execution; where a step may be skipped, at every step.
-        # Nothing reads what a step before left there: slots are written before they are read.
+        # Filled with zeros once per execution, or in every step if steps may be skipped. Old
+        # content does not matter: slots are written before they are read.
         start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
+        body: OnePass = one_pass
         if self._skips:
-            one_pass = skipping(one_pass, functools.partial(_is_good, machine))
-        over = Passes(one_pass, False, 1, piece.length, trip=frame.trip)
+            body = skipping(one_pass, functools.partial(_is_good, machine))
+        over = Passes(body, False, 1, piece.length, trip=frame.trip)
         if self._collected:
             over = over.collecting(self._collected)
         period = self._rewriter.period
@@ -126,7 +135,7 @@ class PipelineProgram(DeviceProgram):
         held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
-            # One device made it. The outputs of the program are alike on all of them.
+            # One device computed it. The outputs of the program are equal on all devices.
             source = machine.emitting.sources.get(key)
             if source is not None:
                 emission = jax.tree.map(functools.partial(from_device, source), emission)
@@ -134,11 +143,12 @@ class PipelineProgram(DeviceProgram):
         emitted = jax.tree.map(lambda leaf: leaf[None], self._emitted(frame))
         return self._left(held, alike), emitted, self._what_follows(numbers)
 
-    # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1. What
-    # runs on a device knows nothing of them: they are removed on the way in and added on the way out.
+    # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1.
+    # The code of one device does not see them: they are removed on the way in and added on the way
+    # out.
 
     def _entered(self, carried: Tree) -> tuple[list[Any], list[Any]]:
-        """The carry as one device sees it: its own buffers, and what all have alike."""
+        """The carry as one device sees it: its buffers, and the values that are equal on all."""
         a = self._assembly
         count = len(a.held_layout.buffers)
         held = [
@@ -188,8 +198,8 @@ class PipelineProgram(DeviceProgram):
         return found
 
 
-def _is_good(machine: Machine, emitted: Any) -> Any:
-    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
+def _is_good(machine: Machine, emitted: Emitted) -> Any:
+    """Whether all flags that a step emitted are true, on the device of each, on all replicas."""
     good = jnp.array(True)
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):

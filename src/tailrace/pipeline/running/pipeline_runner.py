@@ -21,17 +21,17 @@ from tailrace.program.running.segments import TracedLoop
 class PipelineRunner(LoopRunner):
     """A loop over pipelined steps, run in dispatches of any length.
 
-    It adds the plan and the assembly; all else that is different about a pipeline is in the layout.
+    It adds the plan and the assembly; everything else specific to pipelines is in the layout.
 
     Args:
         function: as for `LoopRunner`; its body holds the loop over microbatches.
         carried: as there.
         read: as there.
-        pipeline: how it is to run.
+        pipeline: the options of its execution.
         placement: the replicas; the devices of stages are known once the function was traced.
         each: as there.
         training: whether there are backwards.
-        hosted: the leaves of `carried` that are in the memory of the host between updates.
+        hosted: the leaves of `carried` that are in host memory between updates.
         stash_on_host: whether forwards keep residuals for backwards in host memory.
 
     Attributes:
@@ -78,7 +78,7 @@ class PipelineRunner(LoopRunner):
 
 
 def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacement:
-    """The devices of a pipeline, as far as they are known before it is traced."""
+    """The devices of a pipeline, as far as they are known before tracing."""
     if pipeline.sizes or pipeline.device_mapping is not None:
         sizes = pipeline.sizes or tuple(
             len(each) if isinstance(each, tuple | list) else 1

@@ -1,4 +1,4 @@
-"""What a pipeline costs: memory and time of each stage, the bubble, and what would help."""
+"""The costs of a pipeline: memory and time of each stage, the bubble, and advice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tailrace.taps.rewrite import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """What one stage (or one member of a group) costs. Sizes are bytes, times seconds.
+    """The costs of one stage (or one member of a group). Sizes are bytes, times seconds.
 
     Attributes:
-        name: of the stage.
-        device: where it runs.
-        parameters: that it uses.
-        stash: what its forwards keep for its backwards, all slots.
-        slots: how many microbatches that is.
-        sends: to its neighbours, for each microbatch.
-        forward: time of one, if it was measured.
-        backward: time of one, if it was measured.
+        name: the name of the stage.
+        device: its device.
+        parameters: the parameters that it uses.
+        stash: the residuals of its forwards, in all slots.
+        slots: the number of slots, one microbatch each.
+        sends: the bytes sent to its neighbours per microbatch.
+        forward: the time of one forward, if measured.
+        backward: the time of one backward, if measured.
     """
 
     name: str
@@ -46,19 +46,19 @@ class StageCost:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineReport:
-    """What a pipeline costs; prints as a table.
+    """The costs of a pipeline; prints as a table.
 
     Attributes:
-        stages: each of them.
+        stages: the costs of each stage.
         held: bytes of parameters and optimizer state on each device.
-        padding: bytes of each device that no value uses, because buffers are alike on all.
-        buffers: bytes of all buffers of one device: what is held, accumulators, stash, messages.
-        bubble: the share of device time that is waited, as planned for equal stages.
+        padding: unused bytes on each device, because buffers have the same shapes on all.
+        buffers: bytes of all buffers of one device: state, accumulators, stash, messages.
+        bubble: the idle share of device time, as planned for equal stages.
         expected_bubble: the same for the measured times.
         expected: seconds of a step, by the simulator, from the measured times.
         measured: seconds of a step in the latest fit.
         measured_bubble: the share of device time that was not spent in stages.
-        advice: what would help.
+        advice: how to reduce the costs.
     """
 
     stages: tuple[StageCost, ...]
@@ -115,10 +115,10 @@ def report(
     """What a pipeline costs.
 
     Args:
-        assembly: the pipeline, taken apart.
-        timed: whether to run the stages and take their times.
-        measured: seconds of a step, if they are known.
-        repeats: how often each is run; the best counts.
+        assembly: the layout of the pipeline.
+        timed: whether to run the stages and measure their times.
+        measured: seconds of a step, if known.
+        repeats: the number of runs of each; the fastest counts.
     """
     a = assembly
     times = {who: unit_seconds(a, who, repeats) for who in a.jobs.jobs} if timed else {}
@@ -126,7 +126,7 @@ def report(
     layouts = [a.held_layout, a.carry_layout, a.stash_layout]
     devices = range(a.num_devices)
     common = sum(layout.nbytes for layout in layouts)
-    # What leaves and what arrives; on one device these are the same.
+    # Sent and received bytes; on one device these are the same.
     messages = min(a.num_devices, 2) * sum(channel.layout.nbytes for channel in a.channels)
     found = PipelineReport(
         stages,
@@ -154,12 +154,12 @@ def report(
 
 
 def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
-    """How long one forward or backward takes, alone, on one device."""
+    """The time of one forward or backward, alone, on one device."""
     programs = assembly.jobs.programs(who)
     if not programs:
         return 0.0
 
-    def run(key: object, inputs: Tree) -> list[list[Any]]:
+    def run(key: jax.Array, inputs: Tree) -> list[list[Any]]:
         ambient = Ambient(key, jnp.int32(0), jnp.int32(0))
         counters = (Counter(1, jnp.int32(0)), Counter(1, jnp.int32(0)))
         frame = Frame(ambient, counters=counters)
@@ -172,7 +172,7 @@ def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
     call = jax.jit(run)
     key = jax.random.key(0)
     jax.block_until_ready(call(key, inputs))
-    # The best of several: what disturbs a measurement only ever adds to it.
+    # The fastest of several: disturbances only add time.
     best = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()

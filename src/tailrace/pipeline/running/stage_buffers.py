@@ -1,8 +1,8 @@
-"""The carry of a pipelined loop in the buffers of its devices: filled, changed in part, and read back.
+"""The carry of a pipelined loop in the buffers of its devices: writing, replacing parts, reading.
 
-Stages have different values, yet one program runs on all devices, so values of unequal shapes share
+Stages have different values, yet one program runs on all devices, so values of different shapes share
 buffers of equal shape: `Assembly.held_layout` says which device has which value where. A value that
-all devices have is an array of its own.
+all devices have is a separate array.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StageBuffers:
         self._assembly, self._placement = assembly, placement
 
     def arrays(self, state: LoopState) -> list[Any]:
-        """The buffers of the devices, then the values that all have alike."""
+        """The buffers of the devices, then the values that are equal on all."""
         a = self._assembly
         return [
             *(state.values[Buffer("held", i)] for i in range(len(a.held_layout.buffers))),
@@ -67,7 +67,7 @@ class StageBuffers:
                 )
 
     def values(self, state: LoopState, numbers: Iterable[int]) -> dict[int, Any]:
-        """Values of the carry, from where they are, on the first device."""
+        """Values of the carry, copied to the first device."""
         a, first = self._assembly, self._placement.device
         found: dict[int, Any] = {}
         together: dict[tuple[int, int], dict[int, Slot]] = {}
@@ -84,8 +84,7 @@ class StageBuffers:
             forms = [slot.form for slot in slots.values()]
             rows = self._rows(state.values[Buffer("held", buffer)], device, forms[0].each)
             places = tuple((slot.offset, slot.form.stored.shape) for slot in slots.values())
-            # Cut out on the device: a buffer holds all values of a stage, and often few are asked
-            # for.
+            # Sliced on the device: a buffer has all values of a stage, and often few are requested.
             parts = jax.device_put([cut_out(row, places) for row in rows], first)
             for number, form, *values in zip(slots, forms, *parts, strict=True):
                 value = jnp.stack(values) if form.each else values[0]
@@ -111,7 +110,7 @@ class StageBuffers:
         a, placement, layout = self._assembly, self._placement, self._assembly.held_layout
         form, each = layout.buffers[index], layout.each[index]
         lead = (placement.replicas, a.num_devices) if each else (a.num_devices,)
-        # Made on the host: no device has room for the buffers of all.
+        # Built on the host: no device has memory for the buffers of all.
         block = np.zeros((*lead, math.prod(form.shape)), form.dtype)
         for (replica, device), parts in self._patches(index, given).items():
             for place, flat in parts.items():
@@ -125,7 +124,7 @@ class StageBuffers:
         state.values[Buffer("held", index)] = _owned(jax.device_put(block, sharding))
 
     def _patches(self, index: int, given: Mapping[int, Any]) -> Patches:
-        """Where in a buffer the values of some leaves belong."""
+        """The places of some leaves in a buffer."""
         layout, replicas = self._assembly.held_layout, self._placement.replicas
         each = layout.each[index]
         found: dict[tuple[int, int], dict[int, Any]] = {}
@@ -144,8 +143,8 @@ class StageBuffers:
         return found
 
     def _rows(self, buffer: jax.Array, device: int, each: bool) -> list[Any]:
-        """What one device of each replica has in a buffer, flat; of one replica if all are alike."""
-        if buffer.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
+        """A buffer on one device of each replica, flat; of one replica if all are equal."""
+        if buffer.sharding.memory_kind == HOST_MEMORY:  # where no operation can run
             buffer = jax.device_put(buffer, buffer.sharding.with_memory_kind("device"))
         if not self._placement.in_one_process:  # the device may be another process's
             whole = self._placement.readable(buffer)
@@ -163,14 +162,14 @@ class StageBuffers:
 
 
 def _owned(value: jax.Array) -> Any:
-    """A copy that nothing else holds, so that a loop may overwrite it."""
+    """An unshared copy, which a loop may overwrite."""
     if value.sharding.memory_kind == HOST_MEMORY:
         return value  # it was copied there
     return jnp.copy(value)
 
 
-def _for_each(value: Any, form: Any, replicas: int) -> Any:
-    """A value for each replica: the same for all if there is one only."""
+def _for_each(value: jax.Array, form: Any, replicas: int) -> Any:
+    """A value per replica: the same for all if there is only one."""
     if jnp.ndim(value) == len(form.shape):
         return jnp.broadcast_to(value, (replicas, *jnp.shape(value)))
     return value

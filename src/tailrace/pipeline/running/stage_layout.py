@@ -41,11 +41,11 @@ class StageLayout(LoopLayout):
     Args:
         program: the traced loop; its body holds the loop over microbatches.
         carried: the shapes of the carry, for the names of its leaves.
-        pipeline: how it is to run.
-        replicas: how many copies of the pipeline there are.
+        pipeline: the options of its execution.
+        replicas: the number of copies of the pipeline.
         each: for each leaf of the carry, whether it differs per replica.
         training: whether there are backwards.
-        hosted: the leaves that are in the memory of the host between updates.
+        hosted: the leaves that are in host memory between updates.
         stash_on_host: whether forwards keep residuals for backwards in host memory.
     """
 
@@ -67,10 +67,11 @@ class StageLayout(LoopLayout):
         jobs = Jobs(loop)
         self.plan = plan = pipeline.plan(jobs.sizes, training, jobs.microbatches)
         super().__init__(program, PipelinePlacement(replicas, len(plan.devices)))
-        # After the plan: only it knows how many devices the stages of a traced function need.
+        # After the plan, which decides how many devices the stages of a traced function need.
         require_devices(plan.devices, replicas, len(available()))
         # Three numberings: leaves of the tree, results of the loop, places in buffers. `_numbers` goes
-        # from the first to the second (-1: the loop leaves that leaf alone), the assembly to the third.
+        # from the first to the second (-1: the loop does not change that leaf), the assembly to the
+        # third.
         number: dict[Any, int] = {var: i for i, var in enumerate(loop.outvars)}
         self._numbers = numbers = [number.get(var, -1) for var in program.traced.jaxpr.outvars]
         own = [i for i, flag in enumerate(each) if flag and replicas > 1]
@@ -85,7 +86,7 @@ class StageLayout(LoopLayout):
         self._stages = self._stages_by_name(carried)
 
     def take(self, state: LoopState) -> None:
-        """Fill the buffers; from here on, what the loop carries is no longer found by variable."""
+        """Fill the buffers; from then on, carried values are not looked up by variable."""
         known, program = state.values, self._program
         starts = [value_of(known, start) for _, start in program.loop.start]
         for var in program.traced.jaxpr.invars[: program.num_carried]:
@@ -118,7 +119,7 @@ class StageLayout(LoopLayout):
         return [*mine, *(np.asarray(state.values[var]) for var in inputs)]
 
     def held(self, state: LoopState) -> list[Any]:
-        """The buffers of the devices, then what all have alike, then what the loop leaves alone."""
+        """The buffers of the devices, values equal on all, and values that do not change."""
         outside = zip(self._program.traced.jaxpr.outvars, self._numbers, strict=True)
         alone = (value_of(state.values, var) for var, number in outside if number < 0)
         return [*self._buffers.arrays(state), *alone]
@@ -131,8 +132,15 @@ class StageLayout(LoopLayout):
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the carry, by their index in the tree; devices without them do nothing."""
-        given = {self._numbers[index]: value for index, value in leaves.items()}
-        self._buffers.replace(state, given)
+        numbers = self._numbers
+        inside = {numbers[i]: value for i, value in leaves.items() if numbers[i] >= 0}
+        self._buffers.replace(state, inside)
+        # The rest is in no buffer: the loop leaves it alone, and all devices have it alike.
+        for index in leaves.keys() - {i for i, number in enumerate(numbers) if number >= 0}:
+            for var in variables(self._program.traced.jaxpr.outvars[index : index + 1]):
+                value, form = leaves[index], jax.typeof(state.values[var])
+                alike = value[0] if np.ndim(value) > len(form.shape) else value
+                state.values[var] = self.placement.own(alike)
 
     def device_program(self, piece: Piece) -> PipelineProgram:
         """The program of a piece of the loop: one for all devices."""
@@ -142,7 +150,7 @@ class StageLayout(LoopLayout):
         """Emissions with iterations and microbatches in one dim: that of the elements."""
         at = 0 if self.placement.replicas == 1 else 1
 
-        def merge(leaf: Any) -> Any:
+        def merge(leaf: jax.Array) -> Any:
             return leaf.reshape(*leaf.shape[:at], -1, *leaf.shape[at + 2 :])
 
         return jax.tree.map(merge, value)
@@ -162,7 +170,7 @@ class StageLayout(LoopLayout):
         while name:
             if name in self._stages:
                 return self._stages[name]
-            # What an optimizer keeps for a parameter is called after it: "0/mu/dense/kernel".
+            # Optimizer state of a parameter is named after it: "0/mu/dense/kernel".
             name = name.partition("/")[2] if kind == "optimizer" else ""
         return -1
 

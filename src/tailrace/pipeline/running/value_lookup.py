@@ -1,4 +1,4 @@
-"""Finding the value of a variable of a step: known to all, in a buffer, or made of nothing."""
+"""Looking up the value of a variable of a step: known to all, in a buffer, or without operands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, JaxprEqn, Literal, Var
 from tailrace.pipeline.lowering.buffers import Layout
 from tailrace.taps.frame import Frame
 
@@ -21,14 +22,14 @@ class Values:
     """The values of a step while it is emitted.
 
     Attributes:
-        me: the number of the device that runs.
+        me: the index of the running device.
         known: values that all devices have.
-        constants: equations of large values that are made of nothing, by variable.
-        frame: the surroundings.
-        same: variables that are other names of others.
+        constants: equations of large values without operands, by variable.
+        frame: the environment.
+        same: aliases of variables.
         stores: buffers, their layout, and the key in it of each variable.
-        device: whose values are looked up in buffers; None outside of any.
-        own: values that this device has made in the current block.
+        device: the device whose values are looked up in buffers; None for none.
+        own: values that this device has computed in the current block.
     """
 
     me: Any
@@ -43,7 +44,7 @@ class Values:
     own: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def on(self, device: int) -> Values:
-        """The values as one device sees them, for a block of its own."""
+        """The values as one device sees them, for one of its blocks."""
         return dataclasses.replace(self, device=device, own={}, frame=self.frame.inner())
 
     def reading(self, layout: Layout, buffers: Sequence[Any]) -> Values:
@@ -57,18 +58,18 @@ class Values:
         """Variables that are in buffers from now on."""
         self.stores.append((layout, buffers, keys))
 
-    def root(self, var: Any) -> Any:
-        """The variable of which this is another name."""
+    def root(self, var: Var) -> Var:
+        """The variable that this is an alias of."""
         while var in self.same:
             var = self.same[var]
         return var
 
-    def fetch(self, var: Any, device: int | None = None) -> Any:
-        """The value of a variable, on the current device or another's."""
+    def fetch(self, var: Atom, device: int | None = None) -> Any:
+        """The value of a variable, on the current device or on another."""
         if isinstance(var, Literal):
             return var.val
         var = self.root(var)
-        # Nearest first: made in this block, known to all, made of nothing, in a buffer.
+        # Nearest first: computed in this block, known to all, without operands, in a buffer.
         if var in self.own:
             return self.own[var]
         if var in self.known:
@@ -77,7 +78,7 @@ class Values:
             return self._make(var)
         whose = self.device if device is None else device
         assert whose is not None, f"{var} is on one device only"
-        # The latest store first: after the loop, a carried value is not what it started from.
+        # The latest store first: after the loop, a carried value is no longer its initial value.
         for layout, buffers, keys in reversed(self.stores):
             if var in keys and keys[var] in layout.slots[whose]:
                 return layout.read(whose, buffers, keys[var])
@@ -93,20 +94,20 @@ class Values:
         for var in eqn.outvars:
             place[var] = made[var]
 
-    def send(self, var: Any, source: int) -> None:
-        """Make known to all devices what one has."""
+    def send(self, var: Var, source: int) -> None:
+        """Send the values of one device to all."""
         self.known[var] = from_device(source, self.fetch(var, source))
 
-    def _make(self, var: Any) -> Any:
+    def _make(self, var: Var) -> Any:
         eqn = self.constants[var]
         with internals.equation_context(eqn):
             outputs = internals.bind_again(eqn, [self.fetch(v) for v in eqn.invars])
         return outputs[eqn.outvars.index(var)]
 
 
-def from_device(source: int, value: Any) -> Any:
-    """What one device of the stages has, on all of them."""
-    # A sum to which all others add zeros: one exchange, whichever device the source is.
+def from_device(source: int, value: jax.Array) -> Any:
+    """The value of one device of the stages, on all of them."""
+    # A sum to which all other devices add zeros: one exchange, whichever the source is.
     is_bool = value.dtype == jnp.bool_
     number = value.astype(jnp.int8) if is_bool else value
     mine = lax.axis_index(STAGE) == source

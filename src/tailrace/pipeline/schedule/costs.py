@@ -1,4 +1,4 @@
-"""What each unit of a plan costs: stage times laid out for the simulator.
+"""The cost of each unit of a plan: stage times, in the layout of the simulator.
 
 Units are numbered by virtual stage (F0 … F(S-1), B(S-1) … B0) and, within a concurrent stage, by
 device. Arrays indexed by unit: `virtual`, `device` (a row, not a device number), `time`, `hop`.
@@ -24,7 +24,7 @@ class Costs:
     device: np.ndarray
     time: np.ndarray
     hop: np.ndarray
-    """How long the unit's result travels to where it is needed next; 0 if it stays."""
+    """The transfer time of the unit's result to its next device; 0 if it stays."""
 
     first: np.ndarray
     """The first unit of each virtual stage, and one more entry for the end."""
@@ -61,10 +61,11 @@ def costs_of(
     transfer: float | Sequence[float],
     update: Times,
 ) -> Costs:
-    """Read the times that a user gives; see `simulator.simulate` for what they may be."""
+    """Parse the times that a user gives; see `simulator.simulate` for the accepted forms."""
     ahead = member_times(plan, forward, "forward")
     if backward is None:
-        # A backward makes two gradients, of inputs and of weights, where a forward makes one value.
+        # A backward computes two gradients, of inputs and of weights, for one product of the
+        # forward.
         back = [[2.0 * time for time in stage] for stage in ahead]
     elif not plan.training:
         raise PlanError("An inference plan has no backward: leave `backward` out.")
@@ -105,7 +106,7 @@ def costs_of(
 
 
 def member_times(plan: PlannedTicks, times: Any, name: str) -> list[list[float]]:
-    """Times for each member of each stage, from one number, one a stage, or lists for groups."""
+    """The time of each member of each stage, from one number, one per stage, or lists for groups."""
     if _is_number(times):
         times = [times] * plan.stages
     if not is_list(times):
@@ -136,10 +137,10 @@ def _is_number(given: Any) -> bool:
 
 
 def is_list(given: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a user gave several numbers: a sequence or an array, no text."""
+    """Whether a user gave several numbers: a sequence or an array, not text."""
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
         return False
-    return getattr(cast(Any, given), "ndim", 1) > 0  # an array without a dim is none
+    return getattr(cast(Any, given), "ndim", 1) > 0  # a 0-d array is not a sequence
 
 
 def _are_times(given: Any) -> bool:
@@ -153,7 +154,7 @@ def _are_times(given: Any) -> bool:
 
 
 def _hops(plan: PlannedTicks, transfer: float | Sequence[float]) -> list[float]:
-    """For each virtual stage, how long its result travels to the next one."""
+    """The transfer time from each virtual stage to the next."""
     boundaries = plan.stages - 1
     given: Any = [transfer] * boundaries if _is_number(transfer) else transfer
     if not _are_times(given) or len(given) != boundaries:
@@ -165,5 +166,6 @@ def _hops(plan: PlannedTicks, transfer: float | Sequence[float]) -> list[float]:
         float(time) if set(plan.placement[i]) != set(plan.placement[i + 1]) else 0.0
         for i, time in enumerate(given)
     ]
-    # The last stage turns round on its own devices; the first one's gradient goes nowhere.
+    # The last stage goes from forward to backward on the same devices; the gradient of the first is
+    # not sent.
     return [*moves, 0.0, *moves[::-1], 0.0] if plan.training else [*moves, 0.0]

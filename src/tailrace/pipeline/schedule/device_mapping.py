@@ -1,8 +1,7 @@
-"""What the user may write for `stages` and `device_mapping`, read into one form.
+"""Parsing of `stages` and `device_mapping` into one form.
 
-A stage lives on one device, or is a group of concurrent members, each on its own. The form that
-the rest of the plan works with is the *placement*: for each stage a tuple with the device of each
-member.
+A stage is on one device, or is a group of concurrent members on one device each. The form that the
+rest of the plan works with is the *placement*: for each stage a tuple with the device of each member.
 """
 
 import operator
@@ -20,7 +19,7 @@ Names = tuple[str | tuple[str, ...], ...]
 
 
 def is_group(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a user wrote several things in a list or a tuple."""
+    """Whether the value is a list or a tuple."""
     return isinstance(value, list | tuple)
 
 
@@ -30,11 +29,11 @@ def _plain(members: Sequence[Any]) -> Any:
 
 
 MOST_STAGES, MOST_MICROBATCHES = 10_000, 10**12
-"""More than any model has; numbers beyond are mistakes, or come from a damaged file."""
+"""More than any model has; larger numbers are mistakes, or come from a damaged file."""
 
 
 def read_microbatches(value: Any) -> int:
-    """The count of microbatches, or a PlanError."""
+    """The number of microbatches, or a PlanError."""
     count = whole_number(value, "microbatches")
     if count > MOST_MICROBATCHES:
         raise PlanError(
@@ -67,7 +66,7 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
     A list may hold group sizes (`[1, 2, 1]`) or the stages themselves (names, functions), where
     a list within the list is a group of concurrent stages.
     """
-    # A number of stages leaves their sizes to the mapping: [0, (1, 2)] makes a group of two.
+    # With a number of stages, the mapping decides their sizes: [0, (1, 2)] makes a group of two.
     if not is_group(stages):
         sizes: list[int | None] = [None] * _within(max(whole_number(stages, "stages"), 0), stages)
         entries: Sequence[Any] = ()
@@ -86,7 +85,7 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
 
 
 def _within(members: int, stages: Any) -> int:
-    """A number of stages that can be planned: what a plan takes grows with it, before it is checked."""
+    """Refuse more stages than can be planned: the memory of a plan grows with them."""
     if members > MOST_STAGES:
         raise PlanError(
             f"A plan has at most {MOST_STAGES:,} stages, members of groups counted. Received: "
@@ -116,7 +115,7 @@ def _group_size(entry: Any, index: int) -> int:
 
 
 def _names(entries: Sequence[Any]) -> Names:
-    """The names, where every stage has one; functions and sizes do not name a stage."""
+    """The names, if every stage has one; functions and sizes do not name a stage."""
     names: list[str | tuple[str, ...]] = []
     for entry in entries:
         if is_group(entry) and all(isinstance(each, str) for each in entry):
@@ -203,7 +202,7 @@ def placement_of(mapping: DeviceMapping) -> Placement:
 
 
 def require_devices(named: Sequence[int], replicas: int, there: int) -> None:
-    """Refuse a mapping that names devices which a replica does not have."""
+    """Refuse a mapping with devices that a replica does not have."""
     each = there // replicas
     beyond = [device for device in named if device >= each]
     if beyond:

@@ -1,7 +1,7 @@
-"""A plan without a common clock: every device goes as fast as its inputs arrive.
+"""A plan without a common clock: every device runs as soon as its inputs arrive.
 
-The plan still says the order of the units on each device. A unit starts when its device has done
-the one before it and its input has travelled there.
+The plan still determines the order of units on each device. A unit starts when its device has finished
+the previous one and its input has arrived.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
 
 def free_running(plan: PlannedTicks, costs: Costs) -> tuple[float, float, float]:
-    """The total with the update, the time until all devices started, and the ramp-down."""
+    """The total with the update, the time until all devices have started, and the ramp-down."""
     clock = _Clock(costs)
     if plan.own_ticks is not None:
         _run_units(plan, costs, clock)
@@ -36,7 +36,7 @@ class _Clock:
 
 
 def _run_alone(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
-    """Sequential: the next microbatch starts when this one is through, so they only add up."""
+    """Sequential: a microbatch starts when the previous one has finished, so times add up."""
     slowest = np.maximum.reduceat(costs.time, costs.first[:-1])
     hop = costs.hop[costs.first[:-1]]
     starts = np.concatenate([[0.0], np.cumsum(slowest + hop)])
@@ -49,15 +49,15 @@ def _run_waves(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
     """Tick by tick, all devices at once.
 
     In a tick a device may have several units; those of equal rank on their devices form a wave
-    and depend on nothing within it. A unit's input was made one tick before, by the virtual stage
-    before its own, so one finish time for each virtual stage is all there is to keep.
+    and depend on nothing within it. A unit's input was computed one tick before, by the previous
+    virtual stage, so one finish time per virtual stage is enough.
     """
     length, rounds = plan.virtual_stages, plan.microbatches // plan.overlap
     offsets = np.array(plan.offsets)
     waves = _waves(plan, costs)
-    arrived = np.zeros(length + 1)  # arrived[v]: when the input of virtual stage v is there
+    arrived = np.zeros(length + 1)  # arrived[v]: when the input of virtual stage v arrives
     for t in range(plan.num_ticks):
-        # As in lockstep, the plan says what runs; only when it starts is computed.
+        # As in lockstep, the plan says what runs; only the start times are computed.
         turn, virtual = np.divmod(t - offsets, length)
         running = np.zeros(length, dtype=bool)
         running[virtual[(turn >= 0) & (turn < rounds)]] = True
@@ -75,7 +75,7 @@ def _run_waves(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
 
 def _waves(plan: PlannedTicks, costs: Costs) -> list[np.ndarray]:
     """The units by their rank on their device, in the order in which a tick runs them."""
-    # Other schedules give a device one unit a tick: all units are one wave.
+    # Other schedules give a device one unit per tick: all units are one wave.
     if plan.schedule is not PipelineSchedule.GROUPED:
         return [np.arange(len(costs.virtual))]
     rank: dict[int, int] = {}
@@ -106,7 +106,8 @@ def _run_units(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
             row = rows.get(unit.device, -1)
             needed = (virtual, unit.microbatch)
             if alone and virtual == 0:
-                # Sequential's rule holds without a clock too: the one before must be through.
+                # Sequential's rule holds without a clock too: the previous microbatch must have
+                # finished.
                 arrived[needed] = arrived.get((plan.virtual_stages, unit.microbatch - 1), 0.0)
             if (virtual, row) not in times or (virtual and needed not in arrived):
                 raise PlanError(

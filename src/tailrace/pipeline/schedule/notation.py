@@ -39,14 +39,14 @@ def to_json(plan: PlannedTicks, ticks: bool = True, indent: int | None = None) -
     }
     if plan.names:
         value["names"] = plan.names
-    # Ticks that follow from the schedule may be left out; those written by hand are the plan.
+    # Ticks that follow from the schedule may be left out; hand-written ones are the plan.
     if ticks or plan.own_ticks is not None:
         value["ticks"] = plan.ticks
     return json.dumps(value, indent=indent)
 
 
 def from_json(text: str) -> dict[str, Any]:
-    """The fields of a plan, `ticks` None where the text has none."""
+    """The fields of a plan; `ticks` is None if the text has none."""
     try:
         value: Any = parse_json(text)
     except (ValueError, TypeError) as error:
@@ -112,7 +112,7 @@ def _value(text: str, key: str) -> Any:
 
 
 def _read_ticks(lines: list[str], count: str, first: int) -> list[list[tuple[Any, ...]]]:
-    # A plan cut short by a bad copy is a valid, shorter plan: only the count tells.
+    # A truncated plan is a valid, shorter plan: only the count shows it.
     if count != str(len(lines)):
         raise PlanError(
             f"The plan says 'ticks: {count}', and {len(lines)} lines follow, one for each tick. "
@@ -136,7 +136,7 @@ def _read_tick(line: str, number: int) -> list[tuple[Any, ...]]:
 
 
 def _fields(value: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Plan` from what was written, with a sentence for what is missing."""
+    """The arguments of `Plan` from the parsed fields, or an error for missing ones."""
     missing = [key for key in _FIELDS if key not in value]
     if missing:
         raise PlanError(f"The plan does not say its {', '.join(missing)}; it needs all of these.")

@@ -1,8 +1,7 @@
 """`plan(...)`: a pipeline schedule as a value that can be read, checked, drawn and simulated.
 
 A `Plan` says which device does what in which tick. It needs no device and no JAX; the executor
-reads it. Ticks are made when they are asked for, so a plan for thousands of devices is as cheap to
-make as one for two.
+reads it. Ticks are made on demand, so a plan for thousands of devices is as cheap as one for two.
 """
 
 from collections.abc import Sequence
@@ -30,10 +29,10 @@ def plan(
     """Plan one execution of a pipeline: `microbatches` through `stages`, then one update.
 
     Args:
-        stages: how many stages, or a list with an entry for each: 1 or a name for a plain stage; a
-            number above 1, or a list of names, for a group of concurrent stages. A group counts
-            as one stage of the schedule.
-        microbatches: how many microbatches go through before the weights are updated.
+        stages: the number of stages, or a list with an entry for each: 1 or a name for a plain stage;
+            a number above 1, or a list of names, for a group of concurrent stages. A group counts as
+            one stage of the schedule.
+        microbatches: the number of microbatches per update of the weights.
         schedule: "grouped", "interleaved" or "sequential".
         device_mapping: the device of each stage, a list of devices for a group. Stages may share
             a device and come in any order. Without it, devices are numbered in order.
@@ -43,7 +42,8 @@ def plan(
         A frozen `Plan`.
 
     Raises:
-        PlanError: the count does not suit the schedule, or the mapping does not fit the stages.
+        PlanError: the number of microbatches does not fit the schedule, or the mapping does not fit
+            the stages.
 
     >>> import tailrace as tr
     >>> print(tr.plan(stages=2, microbatches=4))
@@ -68,11 +68,11 @@ def plan(
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlannedTicks):
-    """One execution of a pipeline, as data. Made by `plan(...)`; equal if its fields are.
+    """One execution of a pipeline, as data; made by `plan(...)`.
 
     Attributes:
-        microbatches: how many microbatches one execution takes.
-        schedule: which of the three schedules.
+        microbatches: the number of microbatches per execution.
+        schedule: the schedule.
         device_mapping: for each stage its device, or a tuple of devices for a concurrent group.
         training: whether there are backward units.
         names: a name for each stage, or empty.
@@ -84,7 +84,7 @@ class Plan(PlannedTicks):
         return timetable(self)
 
     def check(self) -> Self:
-        """Prove the ticks right, without trusting what made them; returns the plan.
+        """Prove that the ticks are correct, independently of the schedule; returns the plan.
 
         Raises:
             PlanError: a rule is broken; the text shows the place in the grid.
@@ -95,7 +95,7 @@ class Plan(PlannedTicks):
     # Memory.
 
     def stash_depth(self, stage: int) -> int:
-        """How many later forwards of a stage run before its backward of a microbatch.
+        """The number of later forwards of a stage between a microbatch's forward and its backward.
 
         >>> import tailrace as tr
         >>> [tr.plan(4, 16).stash_depth(stage) for stage in range(4)]
@@ -104,7 +104,7 @@ class Plan(PlannedTicks):
         return stash.depth(self, stage)
 
     def slots(self, stage: int) -> int:
-        """How many microbatches' residuals a stage holds at once: `stash_depth + 1`."""
+        """The number of microbatches whose residuals a stage holds at once: `stash_depth + 1`."""
         return stash.slots(self, stage)
 
     def slot(self, stage: int, microbatch: int) -> int:
@@ -124,18 +124,18 @@ class Plan(PlannedTicks):
 
     @cached_property
     def bubble(self) -> float:
-        """The share of device time in which a device waits, if every unit takes the same time.
+        """The idle share of device time, if every unit takes the same time.
 
-        It is that of the executor, which keeps devices in step and skips a phase (all forwards,
-        or all backwards, of a Grouped tick) in which none has work. For one stage a device it is
-        (S-1)/(M+S-1), with Grouped whatever the times of forward and backward are;
-        `simulate(...)` answers for given times.
+        It describes the executor, which keeps devices in lockstep and skips a phase (all forwards, or
+        all backwards, of a Grouped tick) in which none has work. For one stage a device it is
+        (S-1)/(M+S-1), with Grouped for any ratio of forward to backward time; `simulate(...)` computes
+        it for given times.
         """
         return simulator.bubble(self)
 
     @property
     def utilisation(self) -> float:
-        """The share of device time in which a device works, which is 1 - bubble."""
+        """The busy share of device time, `1 - bubble`."""
         return 1.0 - self.bubble
 
     def simulate(
@@ -152,7 +152,7 @@ class Plan(PlannedTicks):
     # Other plans.
 
     def serialised(self, microbatches: int | None = None) -> "Plan":
-        """The same pipeline with the members of concurrent groups one after the other.
+        """The same pipeline with the members of concurrent groups in sequence.
 
         >>> import tailrace as tr
         >>> tr.plan(stages=[1, 2, 1], microbatches=24).serialised().device_mapping
@@ -173,8 +173,8 @@ class Plan(PlannedTicks):
         """The plan as a grid for a terminal, or with `format="svg"` as a picture.
 
         Returns:
-            A str that shows itself as it is at a prompt; `print(plan)` prints the grid.
-            Options go to `grid.draw` or `figure.draw`.
+            A str that a prompt shows without quotes; `print(plan)` prints the grid. Options go to
+            `grid.draw` or `figure.draw`.
         """
         if format == "text":
             return grid.draw(self, **options)
@@ -208,7 +208,7 @@ class Plan(PlannedTicks):
     # Round trips.
 
     def to_json(self, ticks: bool = True, indent: int | None = None) -> str:
-        """The plan as JSON; `ticks=False` leaves out what `from_json` can make again."""
+        """The plan as JSON; `ticks=False` leaves out ticks that `from_json` can recreate."""
         return notation.to_json(self, ticks=ticks, indent=indent)
 
     @staticmethod
@@ -227,7 +227,7 @@ class Plan(PlannedTicks):
 
 
 def _restore(fields: dict[str, Any]) -> Plan:
-    """A plan from what was read; ticks equal to the schedule's own need not be kept."""
+    """A plan from parsed fields; ticks equal to the schedule's own are not stored."""
     written = fields.pop("ticks")
     if written is None:
         return Plan(**fields)

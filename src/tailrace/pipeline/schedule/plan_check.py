@@ -1,7 +1,7 @@
-"""The proof that a plan is right, from its ticks alone.
+"""The proof that a plan is correct, from its ticks alone.
 
-It does not know how the schedules are made. It reads the ticks in order, counts what has been
-done, and asks of every unit whether it may run now:
+It does not depend on how schedules are made. It reads the ticks in order, counts finished units, and
+checks for every unit whether it may run now:
 
     every stage takes the microbatches in order, each once forward and once backward
     what a unit needs was finished in an earlier tick: the stage before it (forward), the stage
@@ -9,8 +9,8 @@ done, and asks of every unit whether it may run now:
     the stash slot that a forward writes was read by the backward of its last owner
     a device does no more in a tick than the schedule allows
 
-Because the order is part of the rules, a count per stage and device is all there is to remember:
-the proof takes time for each unit and memory for each stage.
+Because the order is part of the rules, a count per stage and device is enough: the proof takes time
+per unit and memory per stage.
 """
 
 from collections import Counter
@@ -40,13 +40,13 @@ def check(plan: PlannedTicks) -> None:
 
 
 class _Progress:
-    """What has been done so far, and what of it the next tick can see."""
+    """The units finished so far, and those that the next tick can depend on."""
 
     def __init__(self, plan: PlannedTicks) -> None:
         self.plan = plan
         self.devices = [tuple(dict.fromkeys(stage)) for stage in plan.placement]
-        # How many microbatches each (kind, stage, device) has done; and how many the whole stage
-        # had done before this tick began.
+        # The number of microbatches that each (kind, stage, device) has finished; and that the
+        # whole stage had finished before this tick.
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.visible: Counter[tuple[str, int]] = Counter()
 
@@ -55,13 +55,13 @@ class _Progress:
 
     def end_tick(self, tick: Tick) -> None:
         for kind, stage in {(unit.kind, unit.stage) for unit in tick}:
-            # A concurrent stage has done a microbatch when its last member has.
+            # A concurrent stage has finished a microbatch when its last member has.
             self.visible[kind, stage] = min(
                 self.done[kind, stage, device] for device in self.devices[stage]
             )
 
     def problem(self, unit: Unit) -> str | None:
-        """The sentence about the rule that this unit breaks, or None."""
+        """A sentence about the rule that this unit breaks, or None."""
         return (
             self._misplaced(unit)
             or self._out_of_turn(unit)
@@ -132,8 +132,8 @@ class _Progress:
 
 def _check_crowding(plan: PlannedTicks, t: int, tick: Tick) -> None:
     """Refuse more work in a tick than the schedule allows."""
-    # A schedule is also a promise about memory and time in a tick, which the stash and the executor
-    # rely on: units that could run, but not together, are refused.
+    # A schedule also limits the work per tick, which the stash and the executor rely on: units that
+    # could run, but not together, are refused.
     seen: dict[tuple[object, ...], Unit] = {}
     for unit in tick:
         if plan.schedule is PipelineSchedule.GROUPED:
@@ -162,7 +162,7 @@ def _check_complete(plan: PlannedTicks, state: _Progress) -> None:
 
 
 def _incomplete(plan: PlannedTicks, unit: Unit) -> PlanError:
-    """The error for a unit that no tick has; the arrow is at the end, where it is missed."""
+    """The error for a unit that no tick has; the arrow points at the end, where it is missing."""
     picture = grid.draw_around(plan, plan.num_ticks - 1, unit.device)
     return PlanError(
         f"The plan ends before its work is done: {_name(unit)} never runs, and each "

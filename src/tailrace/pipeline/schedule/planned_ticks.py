@@ -1,7 +1,7 @@
-"""The ticks of a pipeline's execution: its shape, and which device does what when.
+"""The ticks of a pipeline's execution: its shape, and which device runs what when.
 
-Everything that reads a plan (costs, stash, drawings, checks) takes `PlannedTicks`. What users hold
-is a `Plan`, which has all of those as its methods.
+Everything that reads a plan (costs, stash, drawings, checks) takes `PlannedTicks`. Users have a
+`Plan`, which has all of those as methods.
 """
 
 from abc import ABC
@@ -34,7 +34,7 @@ from tailrace.pipeline.schedule.units import Tick, Unit, read_ticks
 
 @dataclass(frozen=True, repr=False)
 class PlannedTicks(ABC):
-    """What a plan says: which device does what in which tick. `Plan` describes its fields."""
+    """Which device runs what in which tick. `Plan` describes the fields."""
 
     microbatches: int
     schedule: PipelineSchedule
@@ -57,7 +57,7 @@ class PlannedTicks(ABC):
             object.__setattr__(self, name, value)
         if self.training and self.schedule is PipelineSchedule.INTERLEAVED:
             require_one_stage_a_device(self.placement)
-        # Ticks from elsewhere need not come in whole rounds; check() judges them.
+        # Ticks from elsewhere need not be whole rounds; check() verifies them.
         if self.own_ticks is None:
             require_count(
                 self.microbatches, self.overlap, self.schedule, self.stages, self.training
@@ -82,7 +82,7 @@ class PlannedTicks(ABC):
 
     @property
     def virtual_stages(self) -> int:
-        """How many units a microbatch goes through: twice the stages in training."""
+        """The number of units of a microbatch: twice the number of stages in training."""
         return self.stages * 2 if self.training else self.stages
 
     # Time.
@@ -94,7 +94,7 @@ class PlannedTicks(ABC):
 
     @property
     def overlap(self) -> int:
-        """How many microbatches are in flight at once; `microbatches` is a multiple of it."""
+        """The number of microbatches in flight at once; `microbatches` is a multiple of it."""
         return len(self.offsets)
 
     def start(self, microbatch: int) -> int:
@@ -104,7 +104,7 @@ class PlannedTicks(ABC):
 
     @property
     def num_ticks(self) -> int:
-        """How many ticks one execution takes."""
+        """The number of ticks of one execution."""
         if self.own_ticks is not None:
             return len(self.own_ticks)
         return self.start(self.microbatches - 1) + self.virtual_stages
@@ -113,7 +113,7 @@ class PlannedTicks(ABC):
     def phases(self) -> Phases:
         """The ticks of ramp-up, steady state and ramp-down.
 
-        Ramp-up is the time one microbatch takes; ramp-down begins when a next one would start.
+        Ramp-up is the time of one microbatch; ramp-down begins when the next one would start.
         """
         total = self.num_ticks
         up = min(self.virtual_stages, total)
@@ -124,13 +124,13 @@ class PlannedTicks(ABC):
     def ticks(self) -> tuple[Tick, ...]:
         """Every tick, in order; each a tuple of (device, "F" or "B", stage, microbatch).
 
-        All of them are made at the first access. For thousands of devices use `tick(t)` or
-        `iter_ticks()`, which make one at a time.
+        All of them are created at the first access. For thousands of devices use `tick(t)` or
+        `iter_ticks()`, which create one at a time.
         """
         return tuple(self.iter_ticks())
 
     def iter_ticks(self) -> Iterator[Tick]:
-        """The ticks, made one at a time."""
+        """The ticks, created one at a time."""
         return map(self.tick, range(self.num_ticks))
 
     def tick(self, t: int) -> Tick:
@@ -175,11 +175,11 @@ class PlannedTicks(ABC):
     def with_ticks(self, ticks: Iterable[Iterable[Any]]) -> Self:
         """The same pipeline with other ticks, for instance a schedule written by hand.
 
-        Nothing is assumed about them: call `check()` to have them proved.
+        Nothing is assumed about them: call `check()` to verify them.
         """
         return replace(self, own_ticks=read_ticks(ticks))
 
     def stage_name(self, stage: int) -> str:
-        """What drawings and tables call a stage."""
+        """The name of a stage in drawings and tables."""
         name = self.names[stage] if self.names else f"stage {stage}"
         return name if isinstance(name, str) else "+".join(name)

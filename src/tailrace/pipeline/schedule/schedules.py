@@ -2,12 +2,12 @@
 
 A microbatch visits the *virtual stages* of a pipeline one after the other, one a tick: F0 to F(S-1)
 and, in training, B(S-1) to B0. With N virtual stages, the work of one microbatch is a row of N
-ticks, and a schedule is nothing but the set of rotations of that row which may run side by side:
+ticks, and a schedule is the set of rotations of that row that may run concurrently:
 
     start(m) = N * (m div L) + offsets[m mod L]
 
-`offsets` are the allowed rotations and L is how many there are. Everything else about a plan
-(ticks, phases, stash, bubble) follows from these two lines.
+`offsets` are the allowed rotations and L is their number. Everything else about a plan (ticks, phases,
+stash, bubble) follows from these two lines.
 """
 
 import difflib
@@ -30,17 +30,17 @@ class PipelineSchedule(StrEnum):
     """
 
     GROUPED = "grouped"
-    """A microbatch starts every tick; in a tick each device does one backward and one forward."""
+    """A microbatch starts in every tick; in a tick each device runs one backward and one forward."""
 
     INTERLEAVED = "interleaved"
-    """A device does one forward or one backward a tick, with about half the stash of Grouped."""
+    """A device runs one forward or one backward per tick, with about half the stash of Grouped."""
 
     SEQUENTIAL = "sequential"
     """One microbatch at a time, as plain sharding does it; for debugging."""
 
     @classmethod
     def parse(cls, value: object) -> "PipelineSchedule":
-        """The member that a text names; what is no text is not compared with anything."""
+        """The member that a string names; a value of another type is an error."""
         return cls(value) if isinstance(value, str) else cls._missing_(value)
 
     @classmethod
@@ -88,10 +88,10 @@ def virtual_placement(
 def schedule_offsets(
     schedule: PipelineSchedule, virtual: tuple[tuple[int, ...], ...]
 ) -> tuple[int, ...]:
-    """The rotations of a microbatch's row that may run side by side.
+    """The rotations of a microbatch's row that may run concurrently.
 
-    Grouped takes all of them, Sequential the first. Interleaved goes through them in order and
-    takes each one that never asks a device for two things in one tick.
+    Grouped takes all of them, Sequential the first. Interleaved goes through them in order and takes
+    each one that never gives a device two units in one tick.
 
     >>> schedule_offsets(PipelineSchedule.INTERLEAVED, ((0,), (1,), (1,), (0,)))
     (0, 2)
@@ -102,8 +102,8 @@ def schedule_offsets(
         return (0,)
     if schedule is PipelineSchedule.GROUPED:
         return tuple(range(len(virtual)))
-    # Greedy, from rotation 0 on: for one stage a device this is 1F1B, and the same answer on every
-    # machine. `blocked` are the rotations that clash with one accepted before.
+    # Greedy, from rotation 0 on: with one stage per device this is 1F1B, and it is deterministic.
+    # `blocked` are the rotations that conflict with an accepted one.
     clash = _clashing_rotations(virtual)
     blocked = np.zeros(len(virtual), dtype=bool)
     accepted: list[int] = []
@@ -115,9 +115,9 @@ def schedule_offsets(
 
 
 def _clashing_rotations(virtual: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """For each rotation, whether it meets a device of the unrotated row at some position.
+    """For each rotation, whether it has the same device as the unrotated row at some position.
 
-    Two rotations clash or not by their difference alone, so one row of N answers is enough.
+    Whether two rotations conflict depends only on their difference, so one row of N flags is enough.
     """
     count = len(virtual)
     visits: dict[int, list[int]] = {}
@@ -136,14 +136,14 @@ def _clashing_rotations(virtual: tuple[tuple[int, ...], ...]) -> np.ndarray:
 def require_count(
     microbatches: int, overlap: int, schedule: PipelineSchedule, stages: int, training: bool
 ) -> None:
-    """Refuse a count of microbatches that does not fill whole rounds of `overlap` of them."""
+    """Refuse a number of microbatches that is not a multiple of `overlap`."""
     if microbatches % overlap:
         rule = f"must be a multiple of {overlap}, but it is {microbatches}."
     elif microbatches < overlap:
         rule = f"must be at least {overlap}, but it is {microbatches}."
     else:
         return
-    # The counts to try instead: the multiples on both sides, as far as they are counts.
+    # Numbers to suggest instead: the nearest multiples, if they are positive.
     below = microbatches // overlap * overlap
     choices = [count for count in (below, below + overlap) if count >= overlap] or [overlap]
     use = " or ".join(f"microbatches={count}" for count in choices)

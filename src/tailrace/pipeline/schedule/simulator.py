@@ -1,7 +1,7 @@
-"""How long an execution takes, predicted from stage times.
+"""The predicted time of an execution, from stage times.
 
-The engine keeps devices in step: a tick ends when the slowest device has done what it has in it, one
-after the other, and then values travel. Four ways to run a plan:
+The engine keeps devices in lockstep: a tick ends when the slowest device has finished its units of
+that tick; then values are transferred. Four ways to run a plan:
 
     gated      a device without work waits for the slowest one. This is what the engine does.
     masked     an idle device computes on garbage. In a Grouped tick come all backwards, then all
@@ -10,8 +10,8 @@ after the other, and then values travel. Four ways to run a plan:
     free       no common clock: each device runs the plan's units in the plan's order, each as
                soon as its input is there. An Interleaved plan run freely is 1F1B.
 
-The middle of a plan repeats itself, so the lockstep modes look at one round of it, and the time of
-a simulation does not depend on the number of microbatches.
+The middle of a plan repeats, so the lockstep modes simulate one round of it: the cost of a simulation
+does not depend on the number of microbatches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
 
 class SimulationMode(StrEnum):
-    """How devices keep step; see the module's head."""
+    """How devices are synchronized; see the module docstring."""
 
     GATED = "gated"
     MASKED = "masked"
@@ -38,7 +38,7 @@ class SimulationMode(StrEnum):
 
     @classmethod
     def parse(cls, value: object) -> "SimulationMode":
-        """The member that a text names; what is no text is not compared with anything."""
+        """The member that a string names; a value of another type is an error."""
         return cls(value) if isinstance(value, str) else cls._missing_(value)
 
     @classmethod
@@ -54,14 +54,18 @@ class SimulationMode(StrEnum):
 class Simulation:
     """A predicted execution. Times are in the unit of the times that were given.
 
+    In lockstep, the phases are the plan's; running freely, ramp-up lasts until the last device starts
+    and ramp-down begins when the first device has finished its last unit.
+
     Attributes:
-        mode: how devices kept step.
+        mode: how devices are synchronized.
         total: the whole execution, with the update.
-        ramp_up, steady, ramp_down, update: the parts of it. In step, the phases are the plan's;
-            running freely, ramp-up lasts until the last device starts and ramp-down begins when
-            the first device has done its last unit.
+        ramp_up: the time of the ramp-up.
+        steady: the time between ramp-up and ramp-down.
+        ramp_down: the time of the ramp-down.
+        update: the time of the update.
         devices: the devices, in order.
-        work: for each of them, the time in which it works.
+        work: the busy time of each.
     """
 
     mode: SimulationMode
@@ -75,7 +79,7 @@ class Simulation:
 
     @property
     def busy(self) -> dict[int, float]:
-        """For each device, the share of the total in which it works."""
+        """The busy share of each device."""
         return {
             device: work / self.total if self.total else 0.0
             for device, work in zip(self.devices, self.work, strict=True)
@@ -83,18 +87,18 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of device time in which a device does not work."""
+        """The idle share of device time."""
         available = len(self.devices) * self.total
         return (available - sum(self.work)) / available if available else 0.0
 
     @property
     def ideal(self) -> float:
-        """The time if the work were spread evenly and nobody waited."""
+        """The time if the work were divided evenly and no device waited."""
         return sum(self.work) / len(self.devices)
 
     @property
     def ramp_share(self) -> float:
-        """The share of the total that ramp-up and ramp-down take."""
+        """The share of ramp-up and ramp-down in the total."""
         return (self.ramp_up + self.ramp_down) / self.total if self.total else 0.0
 
     def __str__(self) -> str:
@@ -117,13 +121,13 @@ def simulate(
     """Predict one execution of a plan.
 
     Args:
-        plan: what runs.
+        plan: the plan.
         forward: the time of one forward: a number for all stages, or a list with one for each; a
             concurrent stage may have a list with a time for each member.
         backward: likewise; twice the forward if not given. Not for inference.
-        transfer: how long a value travels between the devices of neighbouring stages; a number,
-            or a list with one for each of the S-1 boundaries. In step, a tick in which something
-            travels takes that much longer; running freely, it only delays the receiver.
+        transfer: the time of a transfer between the devices of neighbouring stages; a number, or a
+            list with one for each of the S-1 boundaries. In lockstep, a tick with a transfer takes
+            that much longer; running freely, it only delays the receiver.
         update: the time of the weight update of a stage; a number for all, or a list.
         mode: "gated", "masked", "ungated" or "free".
 
@@ -138,12 +142,13 @@ def simulate(
     """
     mode = SimulationMode.parse(mode)
     costs = costs_of(plan, forward, backward, transfer, update)
-    # How long devices work does not depend on how they keep step; only how long they wait does.
+    # The busy time of devices does not depend on their synchronization; only their waiting time
+    # does.
     work = plan.microbatches * np.bincount(costs.device, costs.time, costs.devices) + costs.update
     last = float(costs.update.max())
     if mode is SimulationMode.FREE:
         total, up, down = free_running(plan, costs)
-        # Without a clock a device updates when it is through, while others still work: the parts
+        # Without a clock, a device updates when it has finished, while others still work: the parts
         # overlap, and are cut so that they add up to the total.
         last = min(last, total - up)
         parts = {"ramp-up": up, "ramp-down": down, "steady": max(total - up - down - last, 0.0)}
@@ -163,7 +168,7 @@ def simulate(
 
 
 class _Round(NamedTuple):
-    """Units that run in one tick, and how many ticks are like it."""
+    """The units of a tick, and the number of ticks like it."""
 
     phase: str
     units: np.ndarray
@@ -171,7 +176,7 @@ class _Round(NamedTuple):
 
 
 def bubble(plan: PlannedTicks) -> float:
-    """The share of device time in which a device waits, if every unit takes the same time."""
+    """The idle share of device time, if every unit takes the same time."""
     return simulate(plan, 1.0, 1.0 if plan.training else None).bubble
 
 
@@ -186,7 +191,7 @@ def _lockstep(plan: PlannedTicks, costs: Costs, mode: SimulationMode) -> dict[st
 
 
 class _Price:
-    """What a tick costs, from the units that run in it."""
+    """The cost of a tick, from its units."""
 
     def __init__(self, costs: Costs, mode: SimulationMode, two_phases: bool) -> None:
         self.costs = costs
@@ -212,14 +217,14 @@ class _Price:
         if not len(units):
             return 0.0
         costs = self.costs
-        # A device that has several units runs them one after the other; values travel when all
-        # devices are through.
+        # A device with several units runs them one after the other; transfers start when all
+        # devices have finished.
         load = np.bincount(costs.device[units], costs.time[units])
         return float(load.max() + costs.hop[units].max())
 
 
 def _rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
-    """The ticks of a plan, those of the repeating middle once with their number."""
+    """The ticks of a plan; those of the repeating middle once, with their count."""
     phases = plan.phases
     if plan.own_ticks is not None:
         yield from _own_rounds(plan, costs)
@@ -237,17 +242,18 @@ def _rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
 
 
 def _running(plan: PlannedTicks, t: int, offsets: np.ndarray) -> np.ndarray:
-    """The virtual stages at work in tick `t`."""
+    """The virtual stages that run in tick `t`."""
     length = plan.virtual_stages
     if plan.schedule is PipelineSchedule.GROUPED:
         return np.arange(max(0, t - plan.microbatches + 1), min(t, length - 1) + 1)
-    # Each offset is a row of microbatches, one every `length` ticks: which one, and how far it is.
+    # Each offset is a series of microbatches, one every `length` ticks: which one, and its
+    # position.
     turn, virtual = np.divmod(t - offsets, length)
     return virtual[(turn >= 0) & (turn < plan.microbatches // plan.overlap)]
 
 
 def _own_rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
-    """Every tick of a plan that brings its own."""
+    """Every tick of a plan with its own ticks."""
     rows = {device: row for row, device in enumerate(plan.devices)}
     number = {
         (int(virtual), int(device)): unit

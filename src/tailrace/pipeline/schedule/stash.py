@@ -1,9 +1,9 @@
-"""How much a stage must remember between its forward and its backward.
+"""The memory that a stage needs between its forward and its backward.
 
-The residuals of a microbatch stay from its forward to its backward. A schedule runs
-`k * (S-1-s)` later forwards of stage s in between (k is 2 for Grouped, 1 for Interleaved, 0 for
-Sequential): that is the *depth*. With the microbatch itself, `depth + 1` are held at once: the
-*slots*, used in turn. Weights and loop-wide inputs are not stashed, and inference stashes nothing.
+The residuals of a microbatch are kept from its forward to its backward. A schedule runs `k * (S-1-s)`
+later forwards of stage s in between (k is 2 for Grouped, 1 for Interleaved, 0 for Sequential): that is
+the *depth*. With the microbatch itself, `depth + 1` are held at once: the *slots*, used in turn.
+Weights and loop-wide inputs are not stashed, and inference stashes nothing.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ _FORWARDS_PER_STAGE = {
 
 @dataclass(frozen=True)
 class StashBytes:
-    """Bytes that the stashes of a plan take.
+    """The bytes of the stashes of a plan.
 
     Attributes:
         stages: for each stage, over all its members.
         devices: for each device in use, in the order of `plan.devices`.
         total: over all devices.
-        peak: on the device that holds most.
+        peak: on the device with the most.
     """
 
     stages: tuple[int, ...]
@@ -40,7 +40,7 @@ class StashBytes:
 
 
 def depth(plan: PlannedTicks, stage: int) -> int:
-    """How many later forwards of a stage run before its backward of a microbatch."""
+    """The number of later forwards of a stage between a microbatch's forward and its backward."""
     _require_stage(plan, stage)
     if not plan.training:
         return 0
@@ -50,7 +50,7 @@ def depth(plan: PlannedTicks, stage: int) -> int:
 
 
 def slots(plan: PlannedTicks, stage: int) -> int:
-    """How many microbatches' residuals a stage holds at once; none in inference."""
+    """The number of microbatches whose residuals a stage holds at once; 0 in inference."""
     held = depth(plan, stage) + 1
     return held if plan.training else 0
 
@@ -76,8 +76,8 @@ def total(plan: PlannedTicks) -> int:
 def in_bytes(plan: PlannedTicks, sizes: Sequence[Any]) -> StashBytes:
     """Bytes from the size of one microbatch's residuals at each stage.
 
-    A concurrent stage takes a list with a size for each member. Slots are allocated for good, so
-    a device that hosts several stages holds the sum of theirs.
+    A concurrent stage takes a list with a size for each member. Slots are allocated permanently, so a
+    device with several stages holds the sum of theirs.
     """
     if len(sizes) != plan.stages:
         raise PlanError(

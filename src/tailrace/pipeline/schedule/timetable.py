@@ -11,11 +11,11 @@ IDLE = -1
 
 
 class Timetable(NamedTuple):
-    """Arrays of shape (ticks, stages) with a microbatch or a slot, -1 where there is no work.
+    """Arrays of shape (ticks, stages) with a microbatch or a slot; -1 if a stage is idle.
 
-    `forward_slot` is where a forward leaves its residuals, `backward_slot` where a backward finds
-    them. Within a tick the backwards come first, so a slot may be read and written in one tick.
-    A phase in which no stage has work may be skipped: `(table.forward >= 0).any(axis=1)`.
+    A forward writes its residuals to `forward_slot`, and a backward reads them from `backward_slot`.
+    Within a tick the backwards come first, so a slot may be read and written in one tick. A phase in
+    which no stage has work may be skipped: `(table.forward >= 0).any(axis=1)`.
     """
 
     forward: np.ndarray
@@ -30,7 +30,7 @@ def timetable(plan: PlannedTicks) -> Timetable:
     forward = np.full(shape, IDLE, dtype=np.int32)
     backward = np.full(shape, IDLE, dtype=np.int32)
     if plan.own_ticks is None:
-        # By the formula of `schedules`, without making the units: plans may have millions of them.
+        # By the formula of `schedules`, without creating units: plans may have millions of them.
         microbatches = np.arange(plan.microbatches)
         turn, row = np.divmod(microbatches, plan.overlap)
         start = plan.virtual_stages * turn + np.array(plan.offsets)[row]
@@ -42,7 +42,7 @@ def timetable(plan: PlannedTicks) -> Timetable:
         for t, tick in enumerate(plan.own_ticks):
             for unit in tick:
                 (forward if unit.kind == "F" else backward)[t, unit.stage] = unit.microbatch
-    # A modulus of one keeps inference, which has no slots, free of a division by zero.
+    # A modulus of one avoids a division by zero in inference, which has no slots.
     slots = np.array([max(stash.slots(plan, stage), 1) for stage in range(plan.stages)])
     return Timetable(forward, backward, _slots(forward, slots), _slots(backward, slots))
 

@@ -1,4 +1,4 @@
-"""The pieces that a schedule is made of: units of work, and the ticks they run in."""
+"""The parts of a schedule: units of work, and the ticks they run in."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple

@@ -25,14 +25,20 @@ _COLUMNS = _QUESTION + _ANSWER
 
 @dataclass(frozen=True)
 class Case:
-    """One answer of `what_if`: a plan and what it would cost, or why it cannot be.
+    """One result of `what_if`: a plan and its predicted cost, or why it is impossible.
 
     Attributes:
-        stages, devices, schedule, mode, microbatches, cut: the question.
-        plan, simulation: the answer; None where the schedule cannot run.
+        stages: how many stages.
+        devices: how many devices.
+        schedule: the schedule.
+        mode: how devices are synchronized.
+        microbatches: how many microbatches.
+        cut: where the layers are cut.
+        plan: the plan; None where the schedule cannot run.
+        simulation: what it would cost; None where the schedule cannot run.
         speedup: how much faster than all layers on one device, for the same microbatches.
-        stash_bytes: on the device that holds most, if sizes were given.
-        problem: why there is no answer, or None.
+        stash_bytes: on the device with the most, if sizes were given.
+        problem: why there is no result, or None.
     """
 
     stages: int
@@ -49,7 +55,7 @@ class Case:
 
     @property
     def per_microbatch(self) -> float:
-        """Time of an execution over its microbatches; infinite where there is no answer."""
+        """The time per microbatch; infinite if there is no result."""
         return self.simulation.total / self.microbatches if self.simulation else float("inf")
 
     def cells(self) -> list[str]:
@@ -92,7 +98,7 @@ class WhatIf:
 
     def __str__(self) -> str:
         rows = [list(_COLUMNS), *(case.cells() for case in self.cases)]
-        # The reason of a case that cannot run is long and last: it does not set a width.
+        # The reason why a case cannot run is long and comes last: it does not count for widths.
         full = [row for row in rows if len(row) == len(_COLUMNS)]
         widths = [max(len(row[i]) for row in full) for i in range(len(_COLUMNS))]
         for row in rows:
@@ -128,7 +134,7 @@ def what_if(
     stash_bytes: Sequence[int] | None = None,
     training: bool = True,
 ) -> WhatIf:
-    """Compare pipelines of one model: every combination of what is given.
+    """Compare pipelines of one model: every combination of the given options.
 
     Args:
         forward: the time of one forward of each layer (or of each stage, if none are joined).
@@ -136,14 +142,14 @@ def what_if(
         microbatches: the counts to try.
         schedules: the schedules to try.
         stages: numbers of stages to try; layers are joined so that the slowest is fastest.
-        cuts: cuts to try, each the first layers of the stages after the first. Without `stages`
+        cuts: cuts to try, each with the first layer of every stage after the first. Without `stages`
             and `cuts`, each layer is a stage.
         devices: numbers of devices to try; neighbouring stages share one where there are fewer
-            devices than stages. Without it, each stage has its own.
-        modes: how devices keep step; "free" shows what a common clock costs.
+            devices than stages. Without it, each stage has a separate device.
+        modes: how devices are synchronized; "free" shows the cost of a common clock.
         transfer: the time of one transfer between devices.
         update: the time of the update of a layer; a number for all, or one for each.
-        stash_bytes: what one microbatch leaves behind at each layer.
+        stash_bytes: the residuals of one microbatch at each layer.
         training: whether there is a backward.
 
     Returns:
@@ -217,7 +223,7 @@ class _Layers:
                 _folded(case.stages, case.devices),
                 self.training,
             )
-        except PlanError as error:  # a row of the table like others, with the rule in its place
+        except PlanError as error:  # a row of the table, with the reason in place of a result
             return Case(*question, problem=re.split(r"\. |, because", str(error))[0])
         simulation = made.simulate(
             stage_sums(self.forward, case.cut),
@@ -244,7 +250,7 @@ def _all_cuts(
     if stages is None and cuts is None:
         found.append(tuple(range(1, len(costs))))
     for cut in found:
-        stage_sums(costs, cut)  # refuses a cut that is none
+        stage_sums(costs, cut)  # refuses an invalid cut
     return list(dict.fromkeys(found))
 
 
@@ -259,12 +265,12 @@ def _times(name: str, given: Any) -> list[float]:
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    """What was given, as a list; a text or a number is none."""
+    """The given values as a list; refuses text and numbers."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise PlanError(f"`{name}` is a list; received {given!r}.")
     try:
         return list(cast(Iterable[Any], given))
-    except TypeError as error:  # an array without a dim
+    except TypeError as error:  # a 0-d array
         raise PlanError(f"`{name}` is a list; received {given!r}.") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tailrace.errors import ProgramError
 from tailrace.pipeline.schedule.plan import Plan
@@ -22,7 +22,11 @@ from tailrace.profiling.programs.named_operations import (
 )
 from tailrace.profiling.programs.tick_times import measured
 
-_WIDE = {"bf16": "bfloat16", "f16": "float16"}
+if TYPE_CHECKING:
+    from tailrace.devices.devices import Device
+
+_NARROW = {"bf16": "bfloat16", "f16": "float16"}
+"""XLA's names of the dtypes with a roofline of their own; all others are compared with float32."""
 
 
 def profile_of(
@@ -31,7 +35,7 @@ def profile_of(
     steps: int,
     executions: int,
     wall_s: float,
-    device: Any,
+    device: Device,
     owner: Callable[[Instruction], str],
     plan: Plan | None = None,
 ) -> Profile:
@@ -57,6 +61,7 @@ def profile_of(
     limits = roofline(device, _dtype_of(next(iter(programs.values()))))
     sums: dict[tuple[str, str], _Sum] = {}
     unnamed = 0.0
+    # One program at a time: the names of instructions are unique only within a program.
     for number, program in programs.items():
         ran = [one for one in mine if one.program == number]
         for name, (seconds, runs) in _own_times(ran, program).items():
@@ -69,8 +74,9 @@ def profile_of(
     total = sum(each.seconds for each in sums.values()) + unnamed
     rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
     if unnamed:
+        # A row of its own, so that the rows add up to all the time that was recorded.
         rows.append(Row("", "(no place)", unnamed, 0.0, 0.0, None, 0, {}))
-    # Beside the loop there may be small programs: what runs before it.
+    # The training loop is the largest program; small ones may run before it.
     main_number, main = max(programs.items(), key=lambda item: len(item[1].module.instructions))
     ticks = None
     if plan is not None:
@@ -138,28 +144,29 @@ def _own_times(
         took = 0.0
         for called in instruction.calls:
             for one in module.computations.get(called, ()):
+                # A recorded instruction already includes those that it calls.
                 took += whole[one.name] if one.name in whole else inside(one)
         return took
 
     found = {}
     for name, seconds in whole.items():
-        instruction = module.instructions.get(name)  # none: a library's kernel
+        instruction = module.instructions.get(name)  # None for a library's kernel
         if instruction is not None and instruction.opcode in CONTAINERS and inside(instruction):
-            continue  # between its operations it waits for a thread: that is nobody's work
+            continue  # between its operations it waits for a thread, which is not work
         found[name] = (seconds, runs[name])
     return found
 
 
 def _dtype_of(program: NamedProgram) -> str:
-    """The dtype of most of the program's products."""
+    """The dtype of most matrix products of the program, weighted by the size of their results."""
     found: dict[str, int] = {}
     for one in program.module.instructions.values():
         if one.opcode in ("dot", "convolution", "custom-call") and one.shapes:
             for operand in one.operands[:1]:
                 given = program.module.instructions.get(operand)
                 if given is not None and given.shapes:
-                    # Of an operand: a product of bfloat16 values has a float32 result.
+                    # The operand's dtype: a product of bfloat16 values may have a float32 result.
                     dtype = given.shapes[0].dtype
                     found[dtype] = found.get(dtype, 0) + one.shapes[0].size
     most = max(found, key=lambda dtype: found[dtype], default="f32")
-    return _WIDE.get(most, "float32")
+    return _NARROW.get(most, "float32")

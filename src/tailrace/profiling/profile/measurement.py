@@ -1,4 +1,4 @@
-"""What was measured of a training step: the numbers behind a `Profile`."""
+"""The measurements of a training step: the numbers behind a `Profile`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tailrace.profiling.profile.pipeline_times import PipelineTimes
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one scope costs in one phase, over all steps that were watched.
+    """The cost of one scope in one phase, over all profiled steps.
 
     Attributes:
         phase: forward, backward, optimizer, accumulation, replicas, stages, feeds, taps, loop.
         scope: the path of the model's scope, as in the catalogue; "" outside of all.
-        seconds: of its operations themselves, over all threads and devices.
+        seconds: the self time of its operations, over all threads and devices.
         flops: floating-point operations.
-        bytes: read and written.
-        roofline: the share of the device's best that it reaches; None where it is not known.
-        runs: how many operations ran.
+        bytes: bytes read and written.
+        roofline: the fraction of the device's roofline that it reaches; None if unknown.
+        runs: the number of operations that ran.
         operations: seconds by operation, most expensive first.
     """
 
@@ -38,6 +38,7 @@ class Row:
         return f"{self.phase} {self.scope}".strip()
 
 
+# A class of its own: texts and pictures take one, and `Profile`, which shows both, imports them.
 @dataclasses.dataclass(frozen=True)
 class Measurement(ABC):
     """A training step by scope, as numbers. `Profile` describes its fields."""

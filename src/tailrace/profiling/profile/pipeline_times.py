@@ -151,6 +151,8 @@ def pipeline_times(ticks: MeasuredTicks, per_execution: int, wall_s: float) -> P
     steps = _Steps(ticks, per_execution)
     exchange, update = steps.exchange(), steps.update()
     simulated = plan.simulate(list(forward), list(backward) or None, exchange, update).total
+    # With one step per execution no step follows another on the devices, and only the host has seen
+    # how long one takes.
     step = steps.seconds() or wall_s / ticks.steps
     return PipelineTimes(
         cells,
@@ -176,12 +178,13 @@ class _Steps:
         for one in ticks.units:
             self.first[one.step] = min(self.first[one.step], one.start * 1e-9)
             self.last[one.step] = max(self.last[one.step], one.end * 1e-9)
+            # Units of one device in one tick run one after the other, so their times add up.
             key = (one.step, one.tick, one.unit.device)
             self.loads[key] = self.loads.get(key, 0.0) + one.busy * 1e-9
 
     def followed(self) -> list[int]:
         """The steps that are not the last of their execution."""
-        # After the last step of an execution comes the host, whose time is not that of an update.
+        # After the last one the host dispatches the next execution; that gap is not an update.
         return [n for n in range(self.count - 1) if (n + 1) % self.per_execution]
 
     def seconds(self) -> float:
@@ -196,6 +199,8 @@ class _Steps:
         """The mean time of a tick in addition to the work of its slowest device."""
         found = []
         for step in self.followed() or range(self.count):
+            # All devices exchange at the end of a tick: without that, a step would take as long as
+            # the slowest devices of its ticks.
             work = sum(self._most(step, tick) for tick in range(self.plan.num_ticks))
             found.append(max(0.0, self.last[step] - self.first[step] - work))
         return _mean(found) / self.plan.num_ticks
@@ -206,8 +211,8 @@ class _Steps:
         for device in self.plan.devices:
             each = [self._waits(n, device) for n in self.followed() or range(self.count)]
             work, slowest, neighbour = (_mean([one[i] for one in each]) for i in range(3))
-            # What is left of a step is exchange: measured directly, it would be counted once for
-            # the sender and once for the receiver.
+            # Exchange is the rest of a step: measured directly, it would be counted once for the
+            # sender and once for the receiver. The host has the rest of the wall time.
             done = work + slowest + neighbour + update
             found[device] = {
                 WORK: work,
@@ -224,7 +229,7 @@ class _Steps:
         work = slowest = neighbour = 0.0
         for tick in range(self.plan.num_ticks):
             most, mine = self._most(step, tick), self.loads.get((step, tick, device))
-            if mine is None:
+            if mine is None:  # nothing is planned for this device: ramp-up or ramp-down
                 neighbour += most
             else:
                 work, slowest = work + mine, slowest + most - mine

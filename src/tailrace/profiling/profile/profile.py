@@ -16,6 +16,7 @@ from tailrace.profiling.profile.texts import as_html, as_text, as_tree
 from tailrace.profiling.profile.treemap import treemap_svg
 
 FORMAT = 1
+"""The version of the JSON file; files of another version are refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Profile(Measurement):
         peak_flops: FLOPs per second that the device reaches.
         peak_bytes: bytes per second that it reads and writes.
         memory: bytes at peak memory use, by owner, largest first.
-        pipeline: the times of a pipeline's cells, if it is one and they could be measured.
+        pipeline: the times of a pipeline's cells; None without one, or if they were not measured.
     """
 
     def __str__(self) -> str:
@@ -70,6 +71,7 @@ class Profile(Measurement):
             pipeline = found.pop("pipeline")
             times = PipelineTimes.from_dict(pipeline) if pipeline is not None else None
             return Profile(rows=rows, pipeline=times, **found)
+        # The file may be any JSON: each of these errors means that it does not describe a profile.
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"A profile is what trainer.profile(...).save(file) writes. Received something "

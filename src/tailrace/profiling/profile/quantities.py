@@ -1,10 +1,10 @@
-"""Times and counts in words, with a unit that fits."""
+"""Times and counts as text, in a unit that suits their size."""
 
 from __future__ import annotations
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in a unit that fits.
+    """Seconds in a unit that suits their size.
 
     >>> time_text(0.00213), time_text(2.5e-6)
     ('2.13 ms', '2.5 us')

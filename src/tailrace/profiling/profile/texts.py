@@ -40,6 +40,7 @@ def as_html(profile: Measurement) -> str:
     body = []
     for row in profile.rows[:_SHOWN]:
         cells = [escape(cell) for cell in _cells(row, profile)]
+        # A translucent bar: notebooks have light and dark backgrounds.
         bar = f"background:linear-gradient(90deg,#8884 {row.seconds / longest:.1%},transparent 0)"
         texts = "".join(f'<td style="text-align:right">{cell}</td>' for cell in cells[2:])
         body.append(f'<tr><td>{cells[0]}</td><td style="{bar}">{cells[1]}</td>{texts}</tr>')
@@ -61,6 +62,7 @@ def as_tree(profile: Measurement) -> str:
             totals[path[:depth]] = totals.get(path[:depth], 0.0) + row.seconds
 
     def key(path: tuple[str, ...]) -> list[tuple[float, str]]:
+        # By the totals of all parents first, so that scopes follow their parent.
         return [(-totals[path[:depth]], path[depth - 1]) for depth in range(1, len(path) + 1)]
 
     whole = max(profile.seconds, 1e-30)

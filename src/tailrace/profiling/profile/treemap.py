@@ -24,6 +24,8 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 class _Node:
+    """A phase or scope, with the time of everything in it."""
+
     def __init__(self, name: str) -> None:
         self.name, self.seconds = name, 0.0
         self.inside: dict[str, _Node] = {}
@@ -52,7 +54,7 @@ def treemap_svg(profile: Measurement) -> str:
 def _draw(node: _Node, box: Box, colour: str, whole: float, parts: list[str], depth: int) -> None:
     x, y, width, height = box
     if width < 1 or height < 1:
-        return
+        return  # less than a pixel
     inner = box
     if node.name:
         share = f"{node.seconds / whole:.1%}"
@@ -62,6 +64,7 @@ def _draw(node: _Node, box: Box, colour: str, whole: float, parts: list[str], de
             f'fill="{colour}" fill-opacity="{0.55 + 0.12 * min(depth, 3):.2f}" stroke="#fff">'
             f"<title>{name}: {share}</title></rect>"
         )
+        # SVG does not cut text at the edge of a box; at this font size a character is about 6.2 wide.
         room = int((width - 6) / 6.2)
         if height >= 13 and room >= 3:
             text = f"{shown(node.name)} {share}"
@@ -72,6 +75,7 @@ def _draw(node: _Node, box: Box, colour: str, whole: float, parts: list[str], de
         inner = (x + 2, y + _HEAD, width - 4, height - _HEAD - 2)
     children = sorted(node.inside.values(), key=lambda child: -child.seconds)
     for child, place in zip(children, _places([c.seconds for c in children], inner), strict=True):
+        # A phase has a colour; the scopes in it get more opaque with depth.
         shade = _COLOURS.get(child.name, "#777777") if not node.name else colour
         _draw(child, place, shade, whole, parts, depth + 1)
 
@@ -117,4 +121,6 @@ def _worst(row: list[float], scale: float, side: float) -> float:
     total = sum(row) * scale
     if total <= 0 or side <= 0 or min(row) <= 0:
         return float("inf")
+    # A box of area a, in a row of area s along a side w, is s / w by a w / s: the ratio is w^2 a / s^2
+    # or its inverse, and the extremes are at the largest and the smallest box.
     return max(side**2 * max(row) * scale / total**2, total**2 / (side**2 * min(row) * scale))

@@ -10,11 +10,14 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
 
 GRAPH = "command_buffer"
-"""What a GPU's profiler calls a graph of kernels. The kernels in it have their own names, which are
-those of instructions with each dot as an underscore, unless they are a library's."""
+"""How the names of CUDA graphs begin. The profiler reports the kernels of a graph under their own
+names: that of an instruction with underscores for dots, or a library's name."""
 
 CLOCK = "tailrace clock"
 """An event on the profiler's clock, to convert its times to those of `time.perf_counter_ns`."""
@@ -27,13 +30,13 @@ class Operation:
     Attributes:
         device: the id of the device.
         line: the thread or stream it ran in.
-        name: of the instruction, in the text of the compiled program; of a kernel in a graph, the
-            kernel's.
+        name: the name of its instruction in the text of the compiled program; for a kernel in a
+            graph, the kernel's name.
         module: the name of the program.
-        program: the number that the platform has for the program.
-        run: the number that it has for this run of it; 0 where it has none.
-        start: when it began.
-        end: when it was over.
+        program: the platform's id of the program.
+        run: the platform's id of this run of the program; 0 if it has none.
+        start: its start.
+        end: its end.
         in_graph: whether it was launched as part of a graph.
     """
 
@@ -87,7 +90,7 @@ class DeviceProfiler:
     Attributes:
         seconds: the time spent on starting, stopping and reading.
         problem: why there are no operations, if there are none.
-        programs: the programs that were dispatched meanwhile.
+        programs: the programs that were dispatched while it recorded.
     """
 
     def __init__(self, executions: int | None) -> None:
@@ -95,20 +98,20 @@ class DeviceProfiler:
         self._directory: str | None = None
         self._marked = 0
         self.operations: list[Operation] = []
-        self.programs: list[Any] = []
+        self.programs: list[jax.stages.Compiled] = []
         self.seconds = 0.0
         self.problem = ""
 
-    def before(self, program: Any) -> None:
-        """A program is dispatched next."""
+    def before(self, program: jax.stages.Compiled) -> None:
+        """Called before a program is dispatched; starts recording."""
         if self._left == 0:
             return
         self.start()
         if self._directory is not None and all(program is not one for one in self.programs):
             self.programs.append(program)
 
-    def after(self, ticket: Any) -> None:
-        """It was; after the last of them, its end is waited for."""
+    def after(self, ticket: jax.Array) -> None:
+        """Called after the dispatch; the last one is awaited, and recording stops."""
         if self._directory is None or self._left is None:
             return
         self._left -= 1
@@ -118,7 +121,7 @@ class DeviceProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """Read what was seen."""
+        """Stop recording and read the operations."""
         if self._directory is None:
             return
         import jax
@@ -128,7 +131,7 @@ class DeviceProfiler:
         try:
             jax.profiler.stop_trace()
             self.operations = _read(Path(directory), self._marked)
-        except Exception as error:
+        except Exception as error:  # training goes on without a profile
             self.problem = f"JAX's profiler failed: {type(error).__name__}: {error}"
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -152,6 +155,7 @@ class DeviceProfiler:
             self.problem = f"JAX's profiler did not start: {error}"
             return
         self._directory = directory
+        # One moment on both clocks; their difference is added to all times that are read.
         self._marked = time.perf_counter_ns()
         with jax.profiler.TraceAnnotation(CLOCK):
             pass
@@ -165,18 +169,20 @@ def _read(directory: Path, marked: int) -> list[Operation]:
     found: list[Operation] = []
     for path in sorted(directory.rglob("*.xplane.pb")):
         with warnings.catch_warnings():
-            # Types of the reader have no module, about which newer Pythons warn.
+            # Newer Pythons warn that the types of the reader have no __module__.
             warnings.simplefilter("ignore", DeprecationWarning)
             planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
             on_devices = [plane for plane in planes if plane.name.startswith("/device:")]
             host = [plane for plane in planes if plane.name.startswith("/host:CPU")]
             offset = marked - _mark(host)
+            # CPU devices have no planes: their operations run in threads of the host.
             for plane in on_devices or host:
                 found += _of_plane(plane, offset)
     return sorted(found, key=lambda one: (one.start, -one.end))
 
 
 def _mark(planes: list[Any]) -> int:
+    """The time of the event `CLOCK` on the profiler's clock."""
     for plane in planes:
         for line in plane.lines:
             for event in line.events:
@@ -186,6 +192,7 @@ def _mark(planes: list[Any]) -> int:
 
 
 def _of_plane(plane: Any, offset: int) -> list[Operation]:
+    # "/device:GPU:1": the plane of one device. Events of CPU devices have an ordinal instead.
     number = plane.name.rpartition(":")[2].split()[0]
     own = int(number) if number.isdigit() else 0
     found: list[tuple[Operation, int]] = []
@@ -194,10 +201,11 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
         for event in line.events:
             name = event.name
             if name.startswith("ThreadpoolListener"):
-                continue
+                continue  # XLA's thread pool about itself
             stats = dict(event.stats)
             start = int(event.start_ns) + offset
             end = start + int(event.duration_ns)
+            # The profiler links an event to a later one by `_p` (producer) and `_c` (consumer).
             if name.startswith("end: "):
                 ends[int(stats.get("_c", -1))] = end
             elif "hlo_op" in stats:
@@ -214,7 +222,7 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
                     in_graph,
                 )
                 found.append((operation, int(stats.get("_p", -2))))
-    # On a CPU an operation may return before it has finished; another event with its id has the end.
+    # On a CPU an operation may return before it has finished; the linked event has its end.
     return [
         dataclasses.replace(one, end=max(one.end, ends.get(number, one.end)))
         for one, number in found

@@ -20,6 +20,8 @@ _NOTHING_MOVED = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while"),
     *("conditional", "call", "partition-id", "replica-id", "optimization-barrier"),
 }
+"""Instructions that pass buffers on, or run others, which count themselves."""
+
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{size=([\dx]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -45,8 +47,8 @@ def flops(instruction: Instruction, module: Module) -> float:
     if opcode == "custom-call":
         return _library_call(instruction, shapes)
     if opcode in ("reduce", "reduce-window") and shapes:
-        return float(shapes[0].size)
-    return float(size)
+        return float(shapes[0].size)  # one addition per value that is read
+    return float(size)  # elementwise: one per value, also where it takes more (exp, tanh)
 
 
 def bytes_moved(instruction: Instruction, module: Module) -> float:
@@ -59,15 +61,14 @@ def bytes_moved(instruction: Instruction, module: Module) -> float:
         operand = module.instructions.get(name)
         if operand is not None:
             read += min(operand.nbytes, _used(inside, number, operand.nbytes))
+    # A slice that is updated in place writes no more than the update, whatever its result's shape.
     written: float = instruction.nbytes
     root = next((one for one in inside if one.is_root), instruction)
     if root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
         update = module.instructions.get(root.operands[1])
         written = min(written, update.nbytes) if update is not None else written
-    if instruction.opcode == "dynamic-slice":
-        read = min(read, float(written))
-    if instruction.opcode == "dynamic-update-slice":
-        read = min(read, float(written))
+    if instruction.opcode in ("dynamic-slice", "dynamic-update-slice"):
+        read = min(read, float(written))  # the rest of its operand is not touched
     return read + written
 
 
@@ -96,9 +97,9 @@ def _kernel(instruction: Instruction, kernel: tuple[int, ...]) -> float:
 
 
 def _library_call(instruction: Instruction, shapes: list[Shape]) -> float:
-    """Of a product, a convolution or an attention that a library computes.
+    """The FLOPs of a product, a convolution or an attention that a library computes.
 
-    The first result is the one; others are room that the library works in.
+    Only the first result counts: others are the library's workspace.
     """
     if len(shapes) < 2:
         return 0.0
@@ -106,10 +107,13 @@ def _library_call(instruction: Instruction, shapes: list[Shape]) -> float:
     name = target[1].lower() if target else ""
     left, right = shapes[0], shapes[1]
     if "conv" in name and "cudnn" in name:
+        # The operands of the gradient of the kernel are the input and the output's gradient; of that
+        # of the input, the output's gradient and the kernel.
         if "backwardfilter" in name:
             return _convolution(instruction, right, result)
         return _convolution(instruction, left if "backwardinput" in name else result, right)
     if "fmha" in name and len(right.dims) == 4:
+        # Two products, of queries with keys and of weights with values; the backward pass has five.
         # Heads and positions come in either order; there are more positions, or it hardly matters.
         products = 4.0 * left.size * max(right.dims[1:3])
         return 2.5 * products if "backward" in name else products
@@ -119,12 +123,12 @@ def _library_call(instruction: Instruction, shapes: list[Shape]) -> float:
     if found:
         dims = [int(d) for d in re.findall(r"\d+", found[1])]
         return 2.0 * result.size * math.prod(left.dims[d] for d in dims)
-    # Nothing says what is contracted; without a batch it follows from the three sizes.
+    # Nothing says what is contracted. Without a batch it follows from the sizes: sqrt(mk kn / mn) = k.
     return 2.0 * result.size * math.sqrt(left.size * right.size / max(result.size, 1))
 
 
 def _convolution(instruction: Instruction, outputs: Shape, kernel: Shape) -> float:
-    """Of a convolution or one of its gradients: all three do the same products."""
+    """The FLOPs of a convolution or of one of its gradients: all three multiply the same pairs."""
     labels = _LABELS.search(instruction.attributes)
     features = kernel.dims[labels[2].index("o")] if labels else 1
     return 2.0 * outputs.size * kernel.size / max(features, 1)

@@ -8,9 +8,13 @@ XLA prints one instruction per line:
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) .*\{$")
 _LINE = re.compile(r"^(ROOT )?%?(\S+) = (.*)$")
@@ -19,7 +23,7 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_COMMENT = re.compile(r"/\*.*?\*/")
+_COMMENT = re.compile(r"/\*.*?\*/")  # XLA numbers the elements of long tuples: /*index=5*/
 _BITS = re.compile(r"\d+")
 
 
@@ -33,18 +37,15 @@ class Shape:
     @property
     def size(self) -> int:
         """The number of values."""
-        size = 1
-        for dim in self.dims:
-            size *= dim
-        return size
+        return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
         """The number of bytes."""
         if self.dtype in ("token", "opaque"):
             return 0
-        # XLA's names of dtypes have their bits in them (bf16, s4); only `pred` has none, and takes
-        # a byte.
+        # The first number in XLA's name of a dtype is its bits (bf16, s4, f8e4m3fn). Only `pred` has
+        # none, and takes a byte.
         bits = _BITS.search(self.dtype)
         return -(-self.size * (int(bits[0]) if bits else 8) // 8)
 
@@ -118,6 +119,7 @@ def parse(text: str) -> Module:
         line = line.strip()
         if current is None:
             head = _HEAD.match(line)
+            # The line of the module may end with a brace too.
             if head and not line.startswith("HloModule"):
                 current = computations.setdefault(head[2], [])
                 entry = head[2] if head[1] else entry
@@ -130,7 +132,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
-def program_text(compiled: Any) -> str:
+def program_text(compiled: jax.stages.Compiled) -> str:
     """The text of a `jax.stages.Compiled`; "" if the platform has none."""
     return compiled.as_text() or ""
 

@@ -7,7 +7,6 @@ reads it. Tuples and loops pass buffers on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tailrace.profiling.programs.hlo_text import Instruction
 from tailrace.profiling.programs.named_operations import NamedProgram
@@ -42,25 +41,28 @@ def _peak(
     instructions = program.module.computations.get(name, [])
     buffers: dict[str, Buffers] = {}
     last: dict[str, int] = {}
+    # The last use of each buffer first: only then is it known which ones an instruction frees.
     for place, one in enumerate(instructions):
         buffers[one.name] = _made(one, buffers, bool(owner), program)
         for operand in one.operands:
             for each in buffers.get(operand, ()):
                 last.update(dict.fromkeys(each, place))
-        if one.is_root:
+        if one.is_root:  # the caller uses it, after the last instruction
             for each in buffers[one.name]:
                 last.update(dict.fromkeys(each, len(instructions)))
     alive: dict[str, tuple[str, int]] = {}
     most, found = 0, {}
     for place, one in enumerate(instructions):
+        # Otherwise its result is one of its operands' buffers.
         if one.name in {b for each in buffers[one.name] for b in each}:
             whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
-            # Without a scope, and returned: the rows that every pass adds its results to.
+            # Without a scope, and returned: the arrays to which every iteration adds its results.
             if owner and whose == Phase.LOOP and last.get(one.name) == len(instructions):
                 whose = RECORDS
             alive[one.name] = (whose, one.nbytes)
         inner, live = 0, {}
         if one.opcode in _RUNS_OTHERS:
+            # Condition and body, or branches, run one at a time: the largest counts.
             for called in one.calls:
                 size, theirs = _peak(program, called, None)
                 if size > inner:
@@ -73,6 +75,7 @@ def _peak(
         for operand in {*one.operands, one.name}:
             for each in buffers.get(operand, ()):
                 for buffer in each:
+                    # The caller of the program holds its arguments until it ends.
                     argument = owner is not None and _is_argument(program, buffer)
                     if last.get(buffer, place) <= place and not argument:
                         alive.pop(buffer, None)
@@ -109,7 +112,7 @@ def _writes_in_place(one: Instruction, program: NamedProgram) -> bool:
 
 
 def _is_argument(program: NamedProgram, name: str) -> bool:
-    found: Any = program.module.instructions.get(name)
+    found = program.module.instructions.get(name)
     return found is not None and found.opcode == "parameter"
 
 

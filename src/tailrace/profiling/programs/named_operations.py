@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tailrace.profiling.programs.device_operations import Operation
 from tailrace.profiling.programs.hlo_text import Instruction, Module, parse, program_text
 from tailrace.profiling.programs.op_names import Phase, Place, place_of
+
+if TYPE_CHECKING:
+    import jax
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}
 """Instructions that run others, whose time is not self time."""
@@ -28,10 +31,10 @@ class NamedProgram:
         compiled: a `jax.stages.Compiled`.
     """
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: jax.stages.Compiled) -> None:
         self.compiled = compiled
         self.module: Module = parse(program_text(compiled))
-        # A GPU's kernels are named after instructions, with characters that a symbol may have.
+        # Kernels of a GPU are named after instructions, but a symbol may not contain a dot.
         self._kernels = {name.replace(".", "_"): name for name in self.module.instructions}
         self._users: dict[str, list[Instruction]] = {}
         for part in self.module.computations.values():
@@ -54,6 +57,7 @@ class NamedProgram:
         return self._places[name]
 
     def _found(self, one: Instruction) -> Place | None:
+        # A name without a scope gives the phase LOOP: a weak answer, if a better one can be found.
         own = place_of(one.op_name) if one.op_name else None
         if own is not None and (own.phase is not Phase.LOOP or one.opcode in CONTAINERS):
             return own
@@ -75,6 +79,8 @@ class NamedProgram:
         instructions = self.module.instructions
         around = [instructions[n] for n in one.operands if n in instructions]
         around += self._users.get(one.name, [])
+        # All neighbours before their neighbours: the nearest name is the best guess. A container is
+        # next to everything that it takes and returns, so it says nothing about one of them.
         for other in around:
             if other.op_name and other.name not in seen and other.opcode not in CONTAINERS:
                 return place_of(other.op_name)
@@ -88,12 +94,12 @@ class NamedProgram:
 
 
 def programs_of(
-    operations: Iterable[Operation], compiled: Sequence[Any]
+    operations: Iterable[Operation], compiled: Sequence[jax.stages.Compiled]
 ) -> dict[int, NamedProgram]:
     """The program for each program id of operations.
 
-    The profiler numbers programs and we do not know the numbers: a program is that of a number if it
-    has all the instructions that ran under it. Kernels of graphs may be a library's and prove nothing.
+    The profiler's ids of programs are not known to us. A program matches an id if it has all the
+    instructions that ran under that id. Kernels of graphs may be a library's and are ignored.
     """
     ran: dict[int, set[str]] = {}
     for one in operations:

@@ -40,7 +40,9 @@ UNIT = re.compile(r"^tailrace\.unit\.([FB])(\d+)\.(\d+)$")
 """The scope around a forward or backward of a stage: its kind, stage and member."""
 
 _WRAPPED = re.compile(r"^([\w\-]+)\((.*)\)$")
+# Around the name of a function, which is not a scope.
 _CALLS = {"jit", "pjit", "xla_call", "custom_jvp_call", "custom_vjp_call", "named_call"}
+# Parts that JAX adds for loops, branches and calls.
 _STRUCTURE = {
     *("while", "body", "cond", "scan", "shard_map", "closed_call", "core_call", "eval_jaxpr"),
     *(
@@ -95,10 +97,13 @@ def place_of(op_name: str) -> Place:
             else:
                 _append(path, scope)
     differentiated = bool(transforms & {"jvp", "transpose"})
+    # Our own scopes count first: they may be inside a scope of the model, or around one.
     if own is not None:
         return Place(own, "", operation, unit)
+    # A scope of the model may be called "optimizer" too, but it is differentiated.
     if not differentiated and path and path[0] == scopes.OPTIMIZER:
         return Place(Phase.OPTIMIZER, "/".join(path[1:]), operation, unit)
+    # Everything in a backward unit is backward, also a forward that it computes again.
     if "transpose" in transforms or (unit is not None and unit[0] == "B"):
         return Place(Phase.BACKWARD, "/".join(path), operation, unit)
     if differentiated or path or unit is not None:
@@ -114,7 +119,7 @@ def _unwrapped(part: str, transforms: set[str]) -> Iterator[str]:
     if found is None:
         if part and part not in _STRUCTURE and not _BRANCH.match(part):
             yield part
-    elif found[1] not in _CALLS:  # the name of a jitted function is not a scope
+    elif found[1] not in _CALLS:
         transforms.add(found[1])
         for inner in _split(found[2]):
             yield from _unwrapped(inner, transforms)

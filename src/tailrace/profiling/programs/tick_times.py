@@ -110,7 +110,9 @@ def measured(
 
 
 Who = tuple[str, int, int]
+"""The kind, stage and member of a unit."""
 Times = list[tuple[int, int]]
+"""Starts and ends, in nanoseconds."""
 _Place = tuple[int, int, Unit]
 """The step, the tick and the unit."""
 
@@ -149,6 +151,7 @@ def _loops_and_operations(
         if place is None or place.unit is None:
             continue
         opcode = instructions[one.name].opcode
+        # The unit's own loop, not a loop of the model in it.
         if opcode == "while" and not place.scope and place.operation == "while":
             loops.setdefault((one.device, place.unit), []).append((one.start, one.end))
         elif opcode not in CONTAINERS:

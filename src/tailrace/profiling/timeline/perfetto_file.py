@@ -10,6 +10,8 @@ from tailrace.errors import OptionError
 from tailrace.profiling.timeline.thinning import Bar, nested
 
 _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4  # TrackEvent.Type
+# Interned names belong to a sequence of packets: a reader drops packets that need them until one has
+# said that the sequence starts without any.
 _CLEARED, _NEEDS = 1, 2  # TracePacket.SequenceFlags
 _SEQUENCE = 1
 
@@ -74,15 +76,17 @@ class PerfettoFile:
         if parent is not None:
             described.parent_uuid = parent
             described.sibling_order_rank = self._tracks
-            described.child_ordering = 3  # by rank
+            described.child_ordering = 3  # EXPLICIT: by rank, in the order in which they were added
         if process is not None:
             described.process.pid = os.getpid()
             described.process.process_name = process
         if thread is not None:
             described.thread.pid = os.getpid()
+            # Made up: the system reuses the ids of threads that have ended.
             described.thread.tid = os.getpid() + self._tracks
             described.thread.thread_name = thread
         if counter:
+            # Present but empty: a message without fields would not be written.
             described.counter.SetInParent()
         self._builder.write_packet(packet)
         return self._tracks
@@ -91,6 +95,7 @@ class PerfettoFile:
 
     def bars(self, track: int, bars: Sequence[Bar]) -> None:
         """Slices of one track."""
+        # The format has begin and end events in order of time; an end closes the innermost slice.
         open_ends: list[int] = []
         for depth, bar in nested(bars):
             while len(open_ends) > depth:
@@ -98,7 +103,7 @@ class PerfettoFile:
             self._event(track, _BEGIN, bar.start, bar.name, bar.about)
             if bar.end > bar.start:
                 open_ends.append(bar.end)
-            else:
+            else:  # nothing is inside a slice without a duration
                 self._event(track, _END, bar.end)
         while open_ends:
             self._event(track, _END, open_ends.pop())

@@ -1,4 +1,4 @@
-"""Fewer slices: short neighbours are merged into one that has their number."""
+"""Fewer slices: short neighbours are merged into one slice that says how many there were."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Bar:
     """A slice of one track. Times are nanoseconds.
 
     Attributes:
-        name: what it was.
-        start: when it began.
-        end: when it was over.
-        about: more about it.
+        name: its name.
+        start: its start.
+        end: its end.
+        about: additional values.
     """
 
     name: str
@@ -56,7 +56,7 @@ def thinned(tracks: Mapping[Any, Sequence[Bar]], most: int = MOST) -> dict[Any, 
     if count <= most:
         return {key: [bar for _, bar in bars] for key, bars in whole.items()}
     lengths = sorted(bar.end - bar.start for bars in whole.values() for _, bar in bars)
-    # Keeps the `most` longest. What the others are merged into comes on top, so it may have to grow.
+    # A limit that keeps the `most` longest. The merged slices come on top, so it may have to grow.
     limit = max(lengths[len(lengths) - most], 1)
     while True:
         fewer = {key: _merged(bars, limit) for key, bars in whole.items()}
@@ -84,6 +84,7 @@ def _merged(bars: Sequence[tuple[int, Bar]], limit: int) -> list[Bar]:
         if short and depth > depth_of_short and bar.end <= short[-1].end:
             continue  # inside of a short one
         is_short = bar.end - bar.start < limit
+        # A group covers no long slice and no long gap, and stays at one depth.
         if short and (not is_short or depth != depth_of_short or bar.start - short[-1].end > limit):
             close()
         if is_short:

@@ -6,9 +6,10 @@ import atexit
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import check_path
 from tailrace.errors import OptionError
 from tailrace.messages import logger
 from tailrace.profiling.programs.device_operations import (
@@ -35,8 +36,13 @@ class Trace:
         runs: the program runs on devices, as far as operations were recorded.
     """
 
-    def __init__(self, directory: Any, executions: range | None, operations: int | None) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        executions: range | None,
+        operations: int | None,
+    ) -> None:
+        self.directory = check_path("trace", directory)
         self.path: Path | None = None
         self.cost: Cost | None = None
         self.runs: tuple[ProgramRun, ...] = ()
@@ -67,6 +73,7 @@ class Trace:
         recorder.close()
         operations = recorder.profiler.operations if recorder.profiler is not None else ()
         self.runs = tuple(program_runs(operations))
+        # Without events there is no file: an empty one would look like a failure.
         if not (recorder.slices or recorder.counts or recorder.ran or self.runs):
             return
         path, stream = _new_file(self.directory)
@@ -94,11 +101,11 @@ def trace(
     Args:
         directory: the directory for a new file `trace-<number>.pftrace`.
         executions: the executions to record, counted from 0 within the block: `range(3, 6)`.
-        operations: the number of executions whose device operations are recorded, which costs most; 0
-            for none, None for all, and for JAX programs that Tailrace does not run.
+        operations: for how many executions to record the operations on the devices, which costs most;
+            0 for none, None for all, including JAX programs that Tailrace does not run.
 
     Raises:
-        OptionError: `executions` or `operations` has a value it may not have.
+        OptionError: `executions` or `operations` has an invalid value.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr, tempfile
@@ -119,7 +126,7 @@ def trace(
     return Trace(directory, executions, operations)
 
 
-def as_trace(given: Any) -> Trace:
+def as_trace(given: str | os.PathLike[str] | Trace) -> Trace:
     """Parse the value of `fit(trace=...)`: a directory, or a trace that is not open."""
     return given if isinstance(given, Trace) else trace(given)
 
@@ -132,11 +139,11 @@ def trace_process() -> None:
         atexit.register(timeline.__exit__)
 
 
-def _new_file(directory: Path) -> tuple[Path, Any]:
+def _new_file(directory: Path) -> tuple[Path, IO[bytes]]:
     for number in itertools.count():
         path = directory / f"trace-{number:03}.pftrace"
         try:
-            # Created, not looked for: two processes may trace into one directory.
+            # Created at once, not checked first: two processes may trace into one directory.
             return path, path.open("xb")
         except FileExistsError:
             continue

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 from tailrace.profiling.programs.device_operations import Operation, program_runs
@@ -60,8 +60,10 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
         operations = profiler.operations
         programs = programs_of(operations, profiler.programs)
         operations = resolved(operations, programs)
+    # The viewer shows tracks in the order in which they are added here.
     tracks: dict[tuple[str, ...], list[Bar]] = {}
     for one in recorder.slices:
+        # With the id of the thread: several threads may have the same name.
         name = recorder.threads[one.track]
         bars = tracks.setdefault(("thread", f"{name}", str(one.track)), [])
         bars.append(Bar(one.name, one.start, one.end, one.about))
@@ -81,6 +83,7 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
     for key, bars in thinned({key: bars for key, bars in tracks.items() if bars}).items():
         file.bars(_track(file, key, groups), bars)
     _counters(file, recorder)
+    # The time of recording is an estimate: to measure each span would double its cost.
     cost = Cost(
         len(recorder.slices) + len(recorder.counts),
         span_s * (len(recorder.slices) + len(recorder.counts)),
@@ -114,7 +117,7 @@ def _execution(ran: Ran) -> Bar:
 
 
 def _operation(one: Operation, programs: Mapping[int, NamedProgram]) -> Bar:
-    """An operation, named by phase, scope and opcode."""
+    """An operation, named by phase, scope and JAX's operation."""
     program = programs.get(one.program)
     place = program.place(one.name) if program is not None else None
     if program is None or place is None:
@@ -162,8 +165,9 @@ def _add_ticks(
             _add_units(tracks, "ticks, as measured", found.units)
 
 
-def _add_units(tracks: dict[tuple[str, ...], list[Bar]], group: str, units: Any) -> None:
-    one: TimedUnit
+def _add_units(
+    tracks: dict[tuple[str, ...], list[Bar]], group: str, units: Iterable[TimedUnit]
+) -> None:
     for one in units:
         unit = one.unit
         about = {"stage": unit.stage, "microbatch": unit.microbatch, "tick": one.tick}

@@ -1,4 +1,4 @@
-"""Activations offloaded to host memory: the forward pass in parts, one of them on the device at a time.
+"""Activations offloaded to host memory: the forward pass in parts, one on the device at a time.
 
     forward    part 0 ──▶ part 1 ──▶ ... ──▶ part n      values that cross a cut are sent to the host
     backward   part 0 ◀── part 1 ◀── ... ◀── part n      and come back for the part that needs them
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.data.trees import Tree
+from tailrace.devices.devices import Device
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn, Var, nbytes
 from tailrace.jaxprs.marks import ambient
@@ -71,7 +72,7 @@ class HeldActivations:
             leaves, structure = jax.tree.flatten(params)
             form: list[Any] = []
 
-            def flat(*leaves: Any) -> list[Any]:
+            def flat(*leaves: jax.Array) -> list[Any]:
                 out, out_form = jax.tree.flatten(forward(jax.tree.unflatten(structure, leaves)))
                 form[:] = [out_form]
                 return out
@@ -123,9 +124,9 @@ class HeldActivations:
 
 
 def activations_on_host(
-    device: Any, pipelined: bool = False, replicas: int = 1
+    device: Device, pipelined: bool = False, replicas: int = 1
 ) -> tuple[HeldActivations | None, tuple[str, ...]]:
-    """What offloads the activations, if that is possible, and a message about it.
+    """The object that offloads the activations, if that is possible, and a message about it.
 
     A pipeline offloads its stash instead, and does not cut its forward passes further. Without a
     pipeline, the message is known once the forward pass is traced. `replicas` share the host's memory.
@@ -233,7 +234,7 @@ class _Passes:
             total = jnp.stack(some).sum()
             return [jnp.broadcast_to(total.astype(value.dtype), value.shape) for value in values]
 
-        def moved(values: Sequence[Any], _: Any) -> list[Any]:
+        def moved(values: Sequence[Any], _: object) -> list[Any]:
             return [move(value) for value in values]
 
         return lax.cond(self.never, instead, moved, list(values), list(awaited))
@@ -289,7 +290,7 @@ class _Passes:
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """A part's results, and a function from gradients of `made` to gradients of `wanted`."""
 
-        def compute(*values: Any) -> Any:
+        def compute(*values: jax.Array) -> Any:
             inside = {**known, **dict(zip(wanted, values, strict=True))}
             run(part.equations, inside, self._emit)
             return [inside[var] for var in made], [inside[var] for var in part.makes]

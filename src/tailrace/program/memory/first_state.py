@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn
+from tailrace.jaxprs.internals import Atom, JaxprEqn
 from tailrace.jaxprs.stretches import bound, makers, run
 
 
@@ -51,7 +51,7 @@ class FirstState:
             run(self._needed(var), known)
             yield jnp.asarray(internals.value_of(known, var))
 
-    def _needed(self, result: Any) -> list[JaxprEqn]:
+    def _needed(self, result: Atom) -> list[JaxprEqn]:
         """The equations that compute a result, in order."""
         waiting, found = internals.variables([result]), set()
         while waiting:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.data.trees import Tree
+from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, ambient, mark
 
@@ -67,14 +68,14 @@ NO_MOVES = Moves(lambda value: value, lambda value: value)
 """No-op transfers: the same program order, for tests on a CPU."""
 
 
-def obstacle(device: Any, guarded: bool) -> str | None:
+def obstacle(device: Device, guarded: bool) -> str | None:
     """Why optimizer state cannot be offloaded from this device, or None if it can."""
     if device.platform == "cpu":
         return "the device is a CPU, whose memory is the host's already"
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
     except Exception as error:  # a plugin without memory kinds
-        return f"the device does not tell its memories ({error})"
+        return f"the device does not list its memories ({error})"
     if HOST_MEMORY not in kinds:
         return f"a {device.device_kind} has no {HOST_MEMORY} memory"
     if guarded:

@@ -9,6 +9,7 @@ policy for that, and inside a loop XLA keeps the order of the program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +64,7 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
         run(program.jaxpr.eqns, known)
         return results_of(known, program.jaxpr.outvars)
 
-    def recomputed(one_pass: Any) -> Any:
+    def recomputed(one_pass: Callable[..., Any]) -> Any:
         return jax.checkpoint(one_pass, policy=_policy(moves), prevent_cse=False)
 
     return scan.again(body, inputs, recomputed)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import nbytes
@@ -27,7 +28,7 @@ from tailrace.program.memory.host_memory import Moves
 from tailrace.program.memory.sharded_state import LEAST, Shares
 from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry, matches
-from tailrace.taps.tap import StopOnNonfinite
+from tailrace.taps.tap import AnyTap, StopOnNonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +73,14 @@ class StateKeeping:
         return sum(nbytes(form) for form in jax.tree.leaves(self.held_forms)) - self.host_bytes
 
     def hold(self, leaves: Iterable[Any], placement: Placement) -> Any:
-        """Place the leaves of a whole state as they are to be held.
+        """Place the leaves of a whole state in their held form.
 
         Each is placed before the next is requested: all of them may be too large for one device.
         """
         held = [self._hold(place, value, placement) for place, value in enumerate(leaves)]
         return jax.tree.unflatten(jax.tree.structure(self.forms), held)
 
-    def _hold(self, place: int, value: Any, placement: Placement) -> Any:
+    def _hold(self, place: int, value: TensorLike, placement: Placement) -> Any:
         if self.shares.by_sum:  # a pipeline places it later, with replicas as dim 0
             value = np.asarray(value)
             split = np.asarray(self.shares.split(value)).reshape(self.shares.replicas, -1)
@@ -102,10 +103,10 @@ class StateKeeping:
             for number, value in leaves.items()
         }
 
-    def whole(self, held: Any, placement: Placement) -> Any:
+    def whole(self, held: Tree, placement: Placement) -> Any:
         """The state as the optimizer sees it, on the device; all processes must call this."""
 
-        def one(form: Any, shared: bool, hosted: bool, value: Any) -> Any:
+        def one(form: jax.ShapeDtypeStruct, shared: bool, hosted: bool, value: jax.Array) -> Any:
             if hosted and self.moves_memory and not self.shares.by_sum:
                 value = jax.device_put(value, value.sharding.with_memory_kind("device"))
             return self.shares.join(placement.readable(value), form) if shared else value
@@ -125,7 +126,7 @@ class StateKeeping:
 
     @property
     def moves_memory(self) -> bool:
-        """Whether leaves are really offloaded, or only the program order is as if they were."""
+        """Whether leaves are really offloaded; otherwise only the order of the program is the same."""
         return self.moves is not host_memory.NO_MOVES
 
 
@@ -135,7 +136,7 @@ class StateKeeping:
 def keep_state(
     forms: Tree,
     placement: Placement,
-    taps: Sequence[Any],
+    taps: Sequence[AnyTap],
     *,
     share: bool,
     offload_state: bool | None,
@@ -150,7 +151,7 @@ def keep_state(
         placement: the replicas.
         taps: the taps: leaves of the state that are observed stay on the device.
         share: whether to shard it over replicas.
-        offload_state: whether to offload it to host memory; None: where that pays.
+        offload_state: whether to offload it to host memory; None: if that pays.
         microbatches: the number of microbatches per step.
         pipelined: whether the model is a pipeline.
         moves: the transfers to use; None for the device's, if it supports them.
@@ -183,9 +184,9 @@ def keep_state(
     return StateKeeping(forms, tuple(shared), tuple(hosted), shares, moves, tuple(said))
 
 
-def _offloaded(held: Sequence[Any], forms: Tree, taps: Sequence[Any]) -> list[bool]:
+def _offloaded(held: Sequence[Any], forms: Tree, taps: Sequence[AnyTap]) -> list[bool]:
     """For each leaf as it is held, whether it goes to host memory: if it is large and not observed."""
-    # A tap reads it in the step; it would be brought back for that in every one.
+    # A tap reads it in every step, for which it would be fetched each time.
     whole = zip(_leaf_names(forms), jax.tree.leaves(forms), strict=True)
     seen = [is_tapped(taps, name, form) for name, form in whole]
     return [
@@ -204,7 +205,7 @@ def _check_room(held: Sequence[Any], hosted: Sequence[bool], placement: Placemen
 def decide(
     forms: Tree,
     placement: Placement,
-    taps: Sequence[Any],
+    taps: Sequence[AnyTap],
     *,
     share: bool,
     offload_state: bool | None,
@@ -242,7 +243,7 @@ def check_options(share: Any, offload_state: Any) -> None:
         )
 
 
-def is_tapped(taps: Sequence[Any], name: str, form: Any) -> bool:
+def is_tapped(taps: Sequence[AnyTap], name: str, form: jax.ShapeDtypeStruct) -> bool:
     """Whether any tap selects a tensor of this name."""
     entry = Entry(name, name.split("/")[0], tuple(form.shape), form.dtype)
     return any(matches(tap.select, entry) for tap in taps)

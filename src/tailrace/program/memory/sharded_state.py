@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.marks import ambient, cross_replica_p, gather_p
 
 LEAST = 1024
@@ -55,7 +56,7 @@ class Shares:
         replica = ambient("replica", -1, 0)
         return lax.dynamic_slice(self._flat(array), (replica * count,), (count,))
 
-    def gather(self, share: Any, form: Any) -> Any:
+    def gather(self, share: jax.Array, form: jax.ShapeDtypeStruct) -> Any:
         """The array of the given shape, from the shards of all replicas."""
         if not self.by_sum:
             return self.join(gather_p.bind(share, replicas=self.replicas), form)
@@ -71,13 +72,13 @@ class Shares:
         """All shards concatenated along one dim, as `gather` would."""
         return self._flat(jnp.asarray(array))
 
-    def join(self, shares: Any, form: Any) -> Any:
+    def join(self, shares: TensorLike, form: jax.ShapeDtypeStruct) -> Any:
         """The array, from all its shards."""
         flat = shares.reshape(-1)
         size = math.prod(form.shape)
         return (flat if flat.size == size else flat[:size]).reshape(form.shape)
 
-    def form(self, form: Any) -> jax.ShapeDtypeStruct:
+    def form(self, form: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of a shard of an array of the given shape."""
         return jax.ShapeDtypeStruct((self.count(math.prod(form.shape)),), form.dtype)
 

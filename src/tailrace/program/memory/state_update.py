@@ -23,7 +23,7 @@ from tailrace.program.memory.optimizer_state import StateKeeping, is_tapped
 from tailrace.program.memory.update_graph import PIECE, WHOLE, Evaluation, UpdateGraph, Value
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import apply_rule
-from tailrace.taps.tap import Tap
+from tailrace.taps.tap import AnyTap
 
 
 class HeldUpdate:
@@ -31,7 +31,7 @@ class HeldUpdate:
 
     Args:
         keeping: how each leaf of the state is held.
-        optimizer: what makes the update; see `Step`.
+        optimizer: computes the update; see `Step`.
         taps: the taps of the training step.
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
@@ -42,7 +42,7 @@ class HeldUpdate:
         self,
         keeping: StateKeeping,
         optimizer: Any,
-        taps: Sequence[Tap],
+        taps: Sequence[AnyTap],
         grads: Tree,
         state: TrainState,
         taken: Tree = None,
@@ -51,7 +51,7 @@ class HeldUpdate:
         forms = (_forms(grads), keeping.forms, _forms(state.params), _forms(taken))
         leaves, structure = jax.tree.flatten(forms)
 
-        def rule(*leaves: Any) -> list[Any]:
+        def rule(*leaves: jax.Array) -> list[Any]:
             given = jax.tree.unflatten(structure, leaves)
             return jax.tree.leaves(apply_rule(optimizer, *given))
 

@@ -27,7 +27,7 @@ from jax import lax
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import Call, control
-from tailrace.jaxprs.internals import JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Literal
 from tailrace.jaxprs.operations import is_elementwise, is_fill, is_reshape
 from tailrace.jaxprs.own_equations import is_mark
 from tailrace.program.memory.sharded_state import Shares
@@ -82,13 +82,13 @@ class UpdateGraph:
         ]
 
     def _open(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], around: tuple[Any, ...]
+        self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], around: tuple[Any, ...]
     ) -> list[Value]:
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = Value(var.aval, constant=const)
 
-        def read(var: Any) -> Value:
+        def read(var: Atom) -> Value:
             return Value(var.aval, constant=var.val) if isinstance(var, Literal) else known[var]
 
         for eqn in jaxpr.eqns:

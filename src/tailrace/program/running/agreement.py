@@ -1,4 +1,4 @@
-"""What processes exchange before each dispatch, so that none enters a collective alone."""
+"""The exchange between processes before each dispatch, so that none enters a collective alone."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MEANINGS = {
     "carried": "the shapes and dtypes of the parameters and the state",
     "program": "the operations of the program",
 }
-"""What is compared, in the order in which differences are reported."""
+"""The compared properties, in the order in which differences are reported."""
 
 
 _ENDS = {DataExhausted: "ended", WaitStopped: "stopped"}
-"""Errors that end the executions of all processes without being failures, by their name."""
+"""The names of errors that end the executions of all processes without being failures."""
 
 
 class Agreement:
-    """What one process is about to run, in a form that other processes can compare with theirs.
+    """The next execution of a process, in a form that other processes can compare with theirs.
 
     Args:
         segment: the part of the program.

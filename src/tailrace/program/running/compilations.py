@@ -50,8 +50,8 @@ def listening(listener: Listener) -> Generator[None]:
 @contextmanager
 def compiling(purpose: str, cause: str) -> Generator[Callable[[bool], Compilation]]:
     """A context around a compilation; call the yielded function at its end: was it shared?"""
-    # A context variable, not an argument: a compilation is deep inside a dispatch, and what waits for
-    # it is far outside.
+    # A context variable, not an argument: compilations are deep inside a dispatch, and their
+    # listeners far outside.
     listener, started = _listening.get(), time.perf_counter()
     if listener is not None:
         listener(Compilation(purpose, cause))

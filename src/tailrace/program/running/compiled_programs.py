@@ -25,11 +25,14 @@ _lock = threading.Lock()
 
 
 def compiled_program(
-    lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None, platform: str
+    lowered: Any,
+    devices: tuple[int, ...],
+    options: dict[str, str] | None,
+    platform: str,
 ) -> tuple[Any, bool]:
     """The executable of a lowered program, and whether it was reused."""
     text = lowered.as_text()
-    if "callback" in text:  # it calls Python of its own, which the text does not show
+    if "callback" in text:  # it calls back into Python, which the text does not show
         return compiled(lowered, options, platform), False
     trees = f"{lowered.in_tree}{lowered.out_tree}"
     said = f"{text}{trees}{devices}{sorted((options or {}).items())}"

@@ -33,7 +33,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import Packing
 from tailrace.program.running.segments import Segment
 from tailrace.program.running.sent_marks import SentMarks
-from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
+from tailrace.taps.frame import Ambient, Block, Emission, Frame, Scalar, Trip
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import Wanted, condense
 
@@ -82,13 +82,13 @@ class DeviceProgram(ABC):
 
     It returns the next `carried`, the emissions, and the numbers of a dispatch that continues from
     there. `read` has the values of `piece.segment.reads`, `elements` the block of each feed that is
-    read, `free` the numbers that equal programs may choose otherwise.
+    read, `free` the numbers in which otherwise equal programs may differ.
 
     Args:
-        piece: what it runs.
-        carried: the keys in `LoopState` of what it overwrites, in the order of the argument.
+        piece: the piece to run.
+        carried: the keys in `LoopState` of the values it overwrites, in the order of the argument.
         writes: the keys of its results.
-        plan: the plan of the pipeline that it runs, if it does.
+        plan: the plan of its pipeline, if it has one.
 
     Attributes:
         rows: for emissions with a row per observed iteration, their period, by key; known once the
@@ -124,7 +124,7 @@ class DeviceProgram(ABC):
         """The values of the argument `free`, on the host."""
         return [jnp.asarray(number) for number in self._rewriter.free.values]
 
-    def emissions(self, emitted: Any) -> dict[Hashable, Emission]:
+    def emissions(self, emitted: Tree) -> dict[Hashable, Emission]:
         """The emissions by key, from what a call of the function returned for them."""
         if self._packing is not None:
             emitted = self._packing.unpack(emitted)
@@ -135,7 +135,7 @@ class DeviceProgram(ABC):
         """The function for `jax.jit`, over all devices; `donated` are the indices of arguments."""
 
     def _begin(
-        self, numbers: Any, replica: Any, blocks: dict[Any, Block] | None = None
+        self, numbers: jax.Array, replica: Scalar, blocks: dict[Any, Block] | None = None
     ) -> tuple[Frame, Any]:
         """Inside the function: the environment of the piece, and the counter of each iteration."""
         piece = self.piece
@@ -158,17 +158,17 @@ class DeviceProgram(ABC):
         emitted = [frame.emitted[key] for key in self._keys]
         return emitted if self._packing is None else self._packing.pack(emitted)
 
-    def _what_follows(self, numbers: Any) -> Any:
+    def _what_follows(self, numbers: jax.Array) -> Any:
         """The numbers of a dispatch that continues from here."""
         steps = numbers[3] if self.piece.counted else self.piece.length or 0
         return Numbers.advanced(numbers, steps)
 
 
 class SegmentProgram(DeviceProgram):
-    """Each replica runs the equations of the segment on a device of its own.
+    """Each replica runs the equations of the segment on a separate device.
 
     Args:
-        piece: what it runs.
+        piece: the piece to run.
         each: carried values that differ per replica: outside the program, dim 0 is the replica dim.
         spread: carried values that are sharded over replicas: outside, shards are concatenated along
             dim 0.
@@ -194,7 +194,7 @@ class SegmentProgram(DeviceProgram):
             elements = PartitionSpec(None, devices.REPLICA)  # dim 0 is that of the iterations
             sent = each if placement.in_one_process else same
 
-            def spec(var: Any) -> PartitionSpec:
+            def spec(var: Hashable) -> PartitionSpec:
                 return each if var in self._each or var in self._spread else same
 
             function = jax.shard_map(
@@ -206,7 +206,14 @@ class SegmentProgram(DeviceProgram):
             )
         return jax.jit(function, donate_argnums=donated)
 
-    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
+    def _function(
+        self,
+        carried: Tree,
+        read: Tree,
+        elements: Tree,
+        numbers: jax.Array,
+        free: Sequence[jax.Array],
+    ) -> Any:
         self._rewriter.arguments = free
         piece, segment = self.piece, self.piece.segment
         replica = jax.lax.axis_index(devices.REPLICA) if self._several else jnp.int32(0)
@@ -220,7 +227,7 @@ class SegmentProgram(DeviceProgram):
         )
         equations = list(segment.equations)
         if segment.is_loop:
-            # The loop over a piece instead of the whole.
+            # The loop, cut to this piece.
             equations[0] = self._shortened(equations[0])
             known[equations[0].invars[-1]] = counters
         self._rewriter.run_equations(equations, known, frame, first=segment.first)

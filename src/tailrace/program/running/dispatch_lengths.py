@@ -2,7 +2,7 @@
 
 A piece is one dispatch. Long pieces cost memory (all their elements are on the device at once) and
 keep results waiting; short ones cost a dispatch each, and every length is compiled once. So there are
-as few lengths as possible: a divisor of the whole where there is a good one. The numbers are in
+as few lengths as possible: a divisor of the loop's length if there is a good one. The constants are in
 `feeds/dispatch_table.py`.
 """
 

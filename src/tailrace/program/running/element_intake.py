@@ -89,7 +89,7 @@ class ElementIntake:
                         count, self._placement.shared_out, then=then, room=room
                     )
         except BaseException:
-            # One feed may have ended while the others have not: all go on from the same element.
+            # One feed may have ended before the others: all continue from the same element.
             put_back(taken)
             raise
         return taken

@@ -1,7 +1,7 @@
 """A program of the devices, compiled, and its dispatch."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Executable:
     """A program of the devices, compiled once and dispatched any number of times.
 
     Args:
-        program: what is compiled.
+        program: the program to compile.
     """
 
     def __init__(self, program: DeviceProgram) -> None:
@@ -78,8 +78,8 @@ class Executable:
                 options = compiler_options(self.segment.equations, platform)
                 if self.separate:
                     options = {**(options or {}), **separate_kernels(platform)}
-                # Lowering is not cached, only compiling: the text that programs are found by is its
-                # result.
+                # Only compilation is cached, not lowering: the key of the cache is the lowered
+                # text.
                 found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
@@ -163,9 +163,9 @@ class Executable:
     ) -> tuple[dict[Hashable, Emission], Any]:
         """Dispatch one more iteration, directly after one that was given its elements.
 
-        It does to `state` what `run` does, without looking up what that dispatch has settled: `run`
-        costs the host several times as much, which counts if an iteration takes tens of microseconds.
-        Open traces do not see it.
+        It changes `state` as `run` does, but reuses what that dispatch looked up. `run` takes several
+        times as much host time, which matters if an iteration takes tens of microseconds. Open traces
+        do not record it.
         """
         assert state.foreseen is not None
         values, (numbers, array) = state.values, state.foreseen
@@ -185,10 +185,11 @@ class Executable:
     ) -> dict[Hashable, Emission]:
         """The emissions, without the rows that were not computed."""
         first, axis = numbers.first_step + numbers.offset, int(self.placement.replicas > 1)
+        full = numbers.count == self.length
         found = {}
         for key, emission in emissions.items():
             period = self._program.rows.get(key)
-            if period is not None:
+            if period is not None and not (full and period == 1):
                 made = len(looks_between(first, numbers.count, period))
                 if not made and period > 1:
                     continue  # no observed step in this dispatch

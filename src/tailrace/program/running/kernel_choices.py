@@ -1,9 +1,9 @@
-"""What XLA chose by timing kernels on a GPU: kept in a file, and used again by later processes.
+"""XLA's choices of kernels on a GPU: kept in a file, and used again by later processes.
 
 For a matrix product XLA has several kernels, times them while it compiles, and takes the fastest. The
-next process may choose another, which rounds otherwise. XLA writes all choices of a process to a file
-after each compilation, and reads such a file once, before the first. JAX's compilation cache can keep
-a file for each fusion instead; some choices are not in those (openxla/xla, issue 37902).
+next process may choose another, which rounds differently. XLA writes all choices of a process to a
+file after each compilation, and reads such a file once, before the first. JAX's compilation cache can
+keep a file for each fusion instead; some choices are not in those (openxla/xla, issue 37902).
 
 Other platforms have nothing to choose: nothing is read or written there.
 """
@@ -26,18 +26,18 @@ FILE = "autotune.textproto"
 _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 _REFUSED = re.compile("autotun|compile option", re.IGNORECASE)
-"""What an error says that is about the options here."""
+"""The words by which errors about these options are recognised."""
 
 _kept: ContextVar[tuple[Path, bool] | None] = ContextVar("tailrace_kernel_choices", default=None)
 
 
 @contextmanager
-def choices_in(directory: Any, write: bool = False) -> Generator[None]:
-    """While programs are compiled with the choices in a directory, if there are any.
+def choices_in(directory: str | os.PathLike[str] | None, write: bool = False) -> Generator[None]:
+    """A context in which programs are compiled with the choices in a directory, if there are any.
 
     Args:
-        directory: of checkpoints; None: each compilation chooses for itself.
-        write: whether choices that are made now are kept there too.
+        directory: a directory of checkpoints; None: each compilation makes its own choices.
+        write: whether to add new choices to the file.
     """
     token = _kept.set(None if directory is None else (Path(directory) / FILE, write))
     try:
@@ -56,7 +56,7 @@ def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any
     more = choice_options(file, partial if write else None)
     try:
         program = lowered.compile({**(options or {}), **more})
-    except Exception as error:  # an XLA without these options, a file it cannot read: go on without
+    except Exception as error:  # an XLA without these options, an unreadable file
         if not _REFUSED.search(str(error)):
             raise
         note_once(
@@ -66,7 +66,7 @@ def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any
         )
         return lowered.compile(options)
     if partial.exists():
-        os.replace(partial, file)  # there is a whole file at any time: a process may be killed
+        os.replace(partial, file)  # replaced atomically: the process may be killed at any time
     return program
 
 

@@ -1,8 +1,9 @@
 """How a loop is laid out on devices: which they are, and which arrays hold its carry.
 
-A `LoopRunner` dispatches a loop; its layout says what is different about a pipeline. Without one,
-`ReplicaLayout` keeps an array for each carried variable, on every replica. A pipeline's `StageLayout`
-(`pipeline.running.stage_layout`) keeps buffers that the values of each stage's device share.
+A `LoopRunner` dispatches a loop; everything specific to pipelines is in its layout. Without a
+pipeline, `ReplicaLayout` keeps an array for each carried variable, on every replica. A pipeline's
+`StageLayout` (`pipeline.running.stage_layout`) keeps buffers that the values of each stage's device
+share.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tailrace.taps.catalogue import Entry
 
 
 class LoopLayout(ABC):
-    """Where the values of a loop are.
+    """The places of the values of a loop.
 
     Args:
         program: the traced loop.
@@ -42,7 +43,7 @@ class LoopLayout(ABC):
 
     @abstractmethod
     def carried_by(self, state: LoopState, replica: int) -> list[Any]:
-        """The leaves of the carry of one replica, on the host; then what the loop reads, if it does."""
+        """The leaves of the carry of one replica, on the host; then the loop's inputs, if any."""
 
     @abstractmethod
     def held(self, state: LoopState) -> list[Any]:

@@ -4,7 +4,7 @@ A runner owns its loop's carry and overwrites it from dispatch to dispatch. Its 
 dataset after another, as long as their elements have the same spec.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class LoopRunner:
 
     @property
     def executables(self) -> Mapping[Hashable, Executable]:
-        """What was made of the loop so far, by what each is for."""
+        """The executables of the loop so far, by purpose."""
         return self._executables
 
     @property
@@ -145,14 +145,14 @@ class LoopRunner:
         inputs = jaxpr.invars[: self._program.num_carried]
         state.values.update(zip(inputs, jax.tree.leaves(carried), strict=True))
         self.read(state, read)
-        # What the function computes before its loop runs once, here, not in every dispatch.
+        # Whatever the function computes before its loop runs once, here, not in every dispatch.
         for segment in self._program.before:
             self._executable(segment, None).run(state, Numbers(0, 0))
         self.layout.take(state)
         return state
 
     def read(self, state: LoopState, read: Tree) -> None:
-        """Replace what the loop only reads."""
+        """Replace the values that the loop only reads."""
         leaves = self.placement.put(jax.tree.leaves(read))
         inputs = self.traced.jaxpr.invars[self._program.num_carried :]
         state.values.update(zip(inputs, leaves, strict=True))
@@ -350,7 +350,7 @@ class LoopRunner:
         return Executable(SegmentProgram(piece))
 
 
-def _form_of(value: Any) -> Any:
+def _form_of(value: jax.Array) -> Any:
     """The shape of an array to compile for; dispatches may overwrite the array meanwhile."""
     weak = bool(getattr(value.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)

@@ -15,6 +15,7 @@ import numpy as np
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var
 from tailrace.program.memory.host_memory import HOST_MEMORY
+from tailrace.taps.frame import Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Numbers:
         return Numbers(self.seed, self.first_step + steps, self.offset, self.count)
 
     @staticmethod
-    def advanced(array: Any, steps: Any) -> Any:
+    def advanced(array: jax.Array, steps: Scalar) -> Any:
         """The same inside the program, on that argument."""
         return array.at[1].add(steps)
 
     @staticmethod
-    def read(array: Any) -> tuple[Any, Any, Any, Any]:
+    def read(array: jax.Array) -> tuple[Any, Any, Any, Any]:
         """The numbers in that argument, inside the program: seed, first step, offset, count."""
         return jax.lax.bitcast_convert_type(array[0], jnp.uint32), *array[1:]
 
@@ -105,7 +106,7 @@ class LoopState:
         return wanted.as_array()
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: jax.Array) -> Any:
     if value.sharding.memory_kind == HOST_MEMORY:  # no operation can run there
         return jax.device_put(np.asarray(value), value.sharding)
     return jnp.copy(value)

@@ -1,7 +1,7 @@
 """Where a program runs, and how values get there and back."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Placement:
     """Where a program runs: one device, or the replicas of a mesh.
 
     Attributes:
-        replicas: their number.
-        mesh: of the replicas; None for one device.
+        replicas: the number of replicas.
+        mesh: the mesh of the replicas; None for one device.
         chosen: the one device, if it is not the first.
     """
 
@@ -100,12 +100,12 @@ class Placement:
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            # A value that no process can read whole moves in a program, which all of them run.
+            # A value that no process can read whole is moved by a program that all of them run.
             return jax.jit(lambda x: x, out_shardings=sharding)(value)
         array = np.asarray(value)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def readable(self, value: Any) -> Any:
+    def readable(self, value: jax.Array) -> Any:
         """A value on the devices that this process can read alone; all processes must call this.
 
         A replicated value is read from a local device; any other is gathered.
@@ -116,6 +116,6 @@ class Placement:
             value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
         return value.addressable_data(0)
 
-    def to_host_memory(self, value: Any) -> Any:
+    def to_host_memory(self, value: jax.Array) -> Any:
         """A value on the devices, moved to the memory of their host."""
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))

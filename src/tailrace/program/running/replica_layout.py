@@ -1,6 +1,6 @@
 """The carry of a loop that each replica runs on one device: an array for each carried variable."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ReplicaLayout(LoopLayout):
         return entry.stage
 
     def by_element(self, value: Any) -> Any:
-        """The value as it is: an iteration sends something out for each element."""
+        """The value unchanged: an iteration sends out one value per element."""
         return value
 
     @property

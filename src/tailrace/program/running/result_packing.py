@@ -158,6 +158,6 @@ def _stored(leaf: object) -> Any:
     return leaf
 
 
-def _is_small(leaf: Any) -> bool:
+def _is_small(leaf: jax.Array) -> bool:
     plain = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return plain and leaf.size * leaf.dtype.itemsize <= MOST_BYTES

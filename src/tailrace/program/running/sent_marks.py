@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.experimental import io_callback
 
+from tailrace.data.trees import TreeDef
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
-from tailrace.taps.frame import Frame
+from tailrace.taps.frame import Frame, Scalar
 
 
 class SentMarks:
@@ -54,14 +56,14 @@ class SentMarks:
         title = tag.name if tag.direction == FORWARD else f"{tag.name}_gradient"
         show, several = tag.payload, self.replicas > 1
 
-        def arrive(value: object, replica: Any) -> None:
+        def arrive(value: object, replica: Scalar) -> None:
             show(value, f"{title} (replica {int(replica)})" if several else title)
 
         # Ordered effects need a single device; with several, prints arrive in any order, with the
         # replica.
         io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
 
-    def _send_now(self, queue: OutfeedQueue, structure: Any, inputs: list[Any]) -> None:
+    def _send_now(self, queue: OutfeedQueue, structure: TreeDef, inputs: list[Any]) -> None:
         if self.replicas > 1:
             raise FeedError(
                 "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
@@ -69,7 +71,7 @@ class SentMarks:
                 "deeper inside. Move it there, or use live=False."
             )
 
-        def arrive(*values: Any) -> None:
+        def arrive(*values: jax.Array) -> None:
             queue.deliver(structure, [value[None] for value in values], None, 1, 1)
 
         io_callback(arrive, None, *inputs, ordered=True)

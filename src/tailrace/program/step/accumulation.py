@@ -1,7 +1,7 @@
 """Accumulation of the gradients of a step's microbatches into one gradient."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
@@ -63,7 +63,7 @@ class Accumulation:
             over microbatches and replicas, which is correct if they are unequal.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import jax.numpy as jnp
     >>> import tailrace as tr
@@ -96,7 +96,7 @@ class Accumulation:
             return value
         return cls(_check_microbatches("accumulation", 1 if value is None else value))
 
-    def dtype_of(self, parameter: Any, name: str = "") -> Any:
+    def dtype_of(self, parameter: TensorLike, name: str = "") -> Any:
         """The dtype of the accumulator of one parameter."""
         if self.dtype is None:
             return parameter.dtype
@@ -111,7 +111,7 @@ class Accumulation:
         )
 
     def add(
-        self, accumulated: Any, grads: Tree, number: Any, share: jax.Array | None = None
+        self, accumulated: Tree, grads: Tree, number: jax.Array, share: jax.Array | None = None
     ) -> Any:
         """Add the gradient of microbatch `number` of the step to the accumulators.
 
@@ -133,13 +133,13 @@ class Accumulation:
             return jax.tree.map(one, accumulated, grads)
 
 
-def apart(grad: Any, number: Any) -> Any:
+def apart(grad: jax.Array, number: jax.Array) -> Any:
     """A gradient that XLA computes before it is added to a sum.
 
     XLA's CPU compiler adds the product of a matrix and a vector to a sum in one kernel, which rounds
-    otherwise than two, but only if nothing else reads the product: a tap would change last bits. A
-    factor of one that the compiler cannot foresee keeps them apart; barriers are gone by then. (A mean
-    has a factor anyway.)
+    differently from two kernels, but only if nothing else reads the product: a tap would change the
+    last bits. A factor of one that the compiler cannot foresee keeps them apart; barriers have been
+    removed by then. (A mean has a factor anyway.)
     """
     if devices.platform() != "cpu":
         return grad

@@ -59,7 +59,7 @@ class LossScale:
         interval: the number of consecutive good steps before the scale grows.
 
     Raises:
-        OptionError: an argument has a value it may not have.
+        OptionError: an argument has an invalid value.
 
     >>> import tailrace as tr
     >>> tr.LossScale(1024.0, interval=100)
@@ -126,7 +126,7 @@ class LossScale:
 def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]:
     """`forward` with its first result, the loss, multiplied by the scale, in float32."""
 
-    def run(*args: Any) -> tuple[Any, ...]:
+    def run(*args: Tree) -> tuple[Any, ...]:
         loss, *rest = forward(*args)
         return loss.astype(jnp.float32) * state.scale, *rest
 

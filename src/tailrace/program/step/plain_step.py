@@ -1,7 +1,7 @@
 """The training step of a model that each replica computes on one device."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class PlainStep(Step):
         named = self.named(state)
         grads, model_state, out = self.microbatch(named, batch)
         self.send(out, named)
-        # As if one microbatch were added to zeros of that dtype: a step of one and of several must
-        # round alike.
+        # As if one microbatch were added to zeros of that dtype: steps of one and of several
+        # microbatches must round alike.
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
@@ -90,8 +90,8 @@ class PlainStep(Step):
                 named._replace(model_state=model_state), batch
             )
             self.send(out, named)
-            # A running mean, weighted by the share of what came so far: the sum of the weights is known
-            # only at the end, and dividing a large sum then would lose more.
+            # A running mean, weighted by the share in the weight so far: the sum of all weights is
+            # known only at the end, and dividing a large sum then would lose precision.
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
@@ -110,13 +110,13 @@ class PlainStep(Step):
         before = name_values("buffer", state.model_state)
 
         def forward(params: Tree) -> tuple[Any, Any]:
-            # Around the loss function alone: `evaluate` calls it without, and dropout asks which it is.
+            # Around the loss function alone: `evaluate` calls it without this context, which
+            # dropout checks.
             with tracing_training():
                 loss, after, aux = self.forward(params, before, batch)
             return loss, (loss, after, aux)
 
-        # Before the loss is scaled: what a tap reads of the forward pass is then the model's own
-        # number.
+        # Before the loss is scaled: taps of the forward pass then read unscaled values.
         if self.taps:
             forward = probed(forward, self.is_tapped, new_listing())
         if state.loss_scale is not None:
@@ -126,8 +126,8 @@ class PlainStep(Step):
         else:
             value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (_, (loss, after, aux)), grads = value_and_grad(state.params)
-        # Only named, not replaced: the optimizer scales by a rule of its own and expects its gradients
-        # so.
+        # Only named, not replaced: the optimizer has its own rule of scaling and expects scaled
+        # gradients.
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
             name_values("grad", unscaled(grads, state.params), ALONE)
         else:

@@ -11,9 +11,8 @@ with their names, which costs nothing unless they are observed:
     update/... updated/... optimizer/...  the results of the optimizer
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
@@ -44,7 +44,7 @@ from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import apply_rule
 from tailrace.taps.catalogue import Entry, matches
-from tailrace.taps.tap import Tap
+from tailrace.taps.tap import AnyTap
 
 if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
@@ -53,7 +53,7 @@ ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""
 
 Compute = Callable[[Any, Any, Any, Any], Any]
-"""`compute(params, model_state, batch, inputs)` returns what is wanted of one element."""
+"""`compute(params, model_state, batch, inputs)` returns the values to send out for an element."""
 
 
 class Yield(NamedTuple):
@@ -68,8 +68,8 @@ class Yield(NamedTuple):
 class Step(ABC):
     """The definition of a training step.
 
-    What microbatches compute and how their gradients are accumulated is a `PlainStep`'s, or a
-    `PipelineStep`'s. What comes once a step, the reduction over replicas and the update, is here.
+    A `PlainStep` or a `PipelineStep` computes microbatches and accumulates their gradients. What
+    happens once per step, the reduction over replicas and the update, is here.
 
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
@@ -97,13 +97,13 @@ class Step(ABC):
     has_model_state: bool
     scalars: OutfeedQueue
     share_state: bool | Callable[[str], bool] = True
-    taps: tuple[Tap, ...] = ()
+    taps: tuple[AnyTap, ...] = ()
     keeping: StateKeeping | None = None
     hold_activations: HeldActivations | None = None
     loss_scale: LossScale | None = None
     precision: Precision | None = None
 
-    def tapped(self, taps: tuple[Tap, ...]) -> Step:
+    def tapped(self, taps: tuple[AnyTap, ...]) -> Step:
         """The same step with other taps."""
         return dataclasses.replace(self, taps=taps)
 
@@ -211,8 +211,8 @@ class Step(ABC):
         else:
             params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
-        # Once a step, not per microbatch: it advances with each, and a collective there would wait for
-        # the slowest replica as often. Integers, such as counters, have no mean.
+        # Once per step, not per microbatch: a collective in each would wait for the slowest replica
+        # every time. Integers, such as counters, have no mean.
         model_state = jax.tree_util.tree_map_with_path(
             lambda path, x: (
                 cross_replica_mean(x)
@@ -273,12 +273,12 @@ class Step(ABC):
         own = {}
         if self.loss_scale is not None and state.loss_scale is not None:
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
-        # A fixed scale says nothing that the options do not.
+        # A fixed scale is known from the options.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: Any) -> Any:
+def share_of(weight: jax.Array, total: TensorLike) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 

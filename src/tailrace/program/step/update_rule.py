@@ -1,7 +1,7 @@
-"""What an optimizer makes of parameters: one rule for optax and for optimizers of other libraries."""
+"""The update of parameters: one rule for optax and for optimizers of other libraries."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tailrace.errors import ReplicaError
 from tailrace.jaxprs.control import Call, Cond, Scan, While
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn
 from tailrace.jaxprs.own_equations import ambient_in, has_role, is_dequeue, joins_replicas
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position, tag_of, walk
@@ -55,7 +55,7 @@ class Differing(Visitor[bool, None]):
         """Flags of a program's results, from flags of its inputs."""
         return self.run(jaxpr, consts, inputs, None)
 
-    def constant(self, value: object, var: Any) -> bool:
+    def constant(self, value: object, var: Atom) -> bool:
         """Constants are equal on all replicas."""
         return False
 

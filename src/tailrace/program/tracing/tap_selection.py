@@ -15,7 +15,7 @@ from tailrace.program.tracing.replica_drift import Differing
 from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Catalogue, Entry, matches
 from tailrace.taps.probe import COTANGENT_OF
-from tailrace.taps.tap import Chosen, Tap, choose, common_period, wanted_of
+from tailrace.taps.tap import AnyTap, Chosen, choose, common_period, wanted_of
 from tailrace.taps.use_order import MADE_FOR_EACH, UseOrder
 
 
@@ -41,7 +41,7 @@ class Sight:
 
 def look(
     traced: Traced,
-    taps: Sequence[Tap],
+    taps: Sequence[AnyTap],
     named: Sequence[Entry] = (),
     stage_of: Callable[[Entry], int] = lambda entry: entry.stage,
 ) -> Sight:

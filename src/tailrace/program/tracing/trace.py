@@ -25,7 +25,7 @@ from tailrace.taps.frame import Emission
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """What a program sends to one outfeed: the shapes of an element and the loops around it."""
+    """A use of an outfeed in a program: the shapes of an element and the loops around it."""
 
     queue: OutfeedQueue
     structure: Any
@@ -59,14 +59,14 @@ def trace_program(
     function: Callable[..., Any], args: Sequence[Any], replicas: int = 1, what: str = "the function"
 ) -> Traced:
     """Trace `function(*args)` into a program and check its feeds."""
-    # Here, because everything passes here: a JAX that behaves otherwise is one sentence, not a wrong
-    # result.
+    # Here, because every program passes here: a JAX that behaves differently is an error, not a
+    # wrong result.
     jax_seams.check()
     with_paths, in_structure = jax.tree_util.tree_flatten_with_path(tuple(args))
     context = ProgramTrace(replicas=replicas)
     out_form: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         with tracing(context):
             out = function(*jax.tree.unflatten(in_structure, leaves))
         out_paths, structure = jax.tree_util.tree_flatten_with_path(out)

@@ -32,7 +32,7 @@ class Difference:
         replica: the replica there; -1 if all have the same.
         largest: the largest difference of two values there.
         relative: that, divided by the largest value of either.
-        values: the two values that differ most.
+        values: the two values that differ most; complex if the tensor is.
         compared: the number of tensors compared.
         only_first: tensors that only the first one has.
         only_second: tensors that only the second one has.
@@ -46,7 +46,7 @@ class Difference:
     replica: int = -1
     largest: float = 0.0
     relative: float = 0.0
-    values: tuple[float, float] = (0.0, 0.0)
+    values: tuple[complex, complex] = (0.0, 0.0)
     compared: int = 0
     only_first: tuple[str, ...] = ()
     only_second: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def first_row(
     """The first of these rows in which two records of one tensor differ."""
     if not len(left):
         return None
-    worst: dict[int, tuple[float, str, float, tuple[float, float]]] = {}
+    worst: dict[int, tuple[float, str, float, tuple[complex, complex]]] = {}
     for field, mine, theirs in _fields(one.values, other.values):
         if mine.shape[1:] != theirs.shape[1:]:
             text = f"shapes {list(mine.shape[1:])} and {list(theirs.shape[1:])}"
@@ -111,7 +111,7 @@ def first_row(
             largest = float(off[row, at])
             relative = largest / float(size[row]) if size[row] else float("inf")
             if row not in worst or relative > worst[row][2]:
-                worst[row] = (largest, field, relative, (float(a[row, at]), float(b[row, at])))
+                worst[row] = (largest, field, relative, (a[row, at].item(), b[row, at].item()))
     if not worst:
         return None
     # The first row, not the worst: differences grow from step to step, and the first is nearest to
@@ -140,9 +140,9 @@ def _fields(one: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
 
 def _flat(values: np.ndarray) -> np.ndarray:
+    # Complex values stay complex: 1 and -1j have one magnitude, and are not equal.
     wide = np.complex128 if values.dtype.kind == "c" else np.float64
-    flat = values.reshape(len(values), -1).astype(wide)
-    return np.abs(flat) if values.dtype.kind == "c" else flat
+    return values.reshape(len(values), -1).astype(wide)
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

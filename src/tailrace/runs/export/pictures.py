@@ -153,7 +153,7 @@ class Heatmap(Picture):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The limits of the colour scale: powers of ten, unless they were given.
+        """The limits of the colour scale, powers of ten unless they were given.
 
         Pictures with the same scale can be compared: `heatmap(other, scale=this.scale)`.
         """

@@ -19,6 +19,10 @@ _TRIES, _PAUSE_S = 5, 0.02
 """How often to try, and the time between: a reader's `is_locked` takes the lock for an instant."""
 
 
+class DirectoryTaken(RunError):
+    """Another process, or another writer of this one, has the lock."""
+
+
 def is_locked(directory: Path) -> bool | None:
     """Whether a process writes in a directory; None if that cannot be found out.
 
@@ -118,10 +122,10 @@ class DirectoryLock:
                 f"Remove it, or give run_dir another directory."
             )
 
-    def _taken(self, content: bytes) -> RunError:
+    def _taken(self, content: bytes) -> DirectoryTaken:
         who = content.decode(errors="replace").strip()
         writer = f" (process {who})" if who.isdigit() else ""
-        return RunError(
+        return DirectoryTaken(
             f"A run directory has one writer at a time, and {str(self._directory.path)!r} is being "
             f"written{writer}. Give run_dir another directory, or wait until that fit has ended."
         )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import RunError
+from tailrace.runs.storage.attributes import unsealed
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTable
 from tailrace.runs.tables.validations import ValidationTable
@@ -56,7 +57,7 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
         end: the number of rows of each table: `history`, `executions`, `validations` (none before
             they were kept), `records`; and `starts`.
     """
-    there = root.attrs["committed"]
+    there = unsealed(root.attrs["committed"])
     kept = [*zip(end["records"], end["starts"], strict=True)]
     _check(end["history"], there["history"])
     _check(end["executions"], there["executions"])
@@ -85,7 +86,7 @@ def rows_before(root: Any, step: int) -> dict[str, Any]:
 
     The last one, because a trainer that went back has computed some steps twice.
     """
-    there = root.attrs["committed"]
+    there = unsealed(root.attrs["committed"])
     records = [
         _up_to(root["records"][str(number)], "step", count, step)
         for number, count in enumerate(there["records"])

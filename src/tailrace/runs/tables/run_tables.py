@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated
+from tailrace.runs.storage.attributes import sealed
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
@@ -143,7 +144,7 @@ class RunTables:
             "executions": self._executions.columns.write(),
             "validations": 0 if self._validations is None else self._validations.columns.write(),
         }
-        self._root.attrs.put(_attributes(counts, writing=writing))
+        self._put(counts, writing=writing)
         encoded, busy = time.monotonic(), time.thread_time()
         self._store.flush(last=COUNTS)
         # Only now: if the disk refuses, the rows stay buffered and the next attempt writes them all.
@@ -163,8 +164,13 @@ class RunTables:
         return [self._history.columns, self._executions.columns, *rest, *records]
 
     def _publish(self, counts: dict[str, Any], *, writing: bool) -> None:
-        self._root.attrs.put(_attributes(counts, writing=writing))
+        self._put(counts, writing=writing)
         self._store.flush(last=COUNTS)
+
+    def _put(self, counts: dict[str, Any], *, writing: bool) -> None:
+        """Buffer the attributes of the root, which readers rely on."""
+        said = {"format": FORMAT, "writing": writing, "committed": sealed(counts)}
+        self._root.attrs.put(said)
 
     def _append(self, done: Finished) -> None:
         if done.steps:
@@ -184,8 +190,3 @@ def _opened(place: HeldDirectory, mode: str) -> tuple[BufferedStore, Any]:
 
     store = BufferedStore(place)
     return store, import_zarr().open_group(store, mode=mode, zarr_format=3)
-
-
-def _attributes(counts: dict[str, Any], *, writing: bool) -> dict[str, Any]:
-    """The attributes of the root, which readers rely on."""
-    return {"format": FORMAT, "writing": writing, "committed": counts}

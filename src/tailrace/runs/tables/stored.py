@@ -19,6 +19,7 @@ from tailrace.data.files import read_head, too_large
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
 from tailrace.records.record import Record, Source
+from tailrace.runs.storage.attributes import unsealed
 from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
 from tailrace.taps.reductions import STATS
 
@@ -57,7 +58,7 @@ class StoredTable:
     @property
     def names(self) -> list[str]:
         """The names of its tensors."""
-        return [str(name) for name in self.group.attrs["names"]]
+        return [str(name) for name in unsealed(self.group.attrs)["names"]]
 
     @property
     def kind(self) -> str:
@@ -178,7 +179,7 @@ def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> lis
 def committed(directory: Path, root: Any) -> dict[str, Any]:
     """The number of committed rows of the history and of each table."""
     with describing(directory, "zarr.json"):
-        counts = root.attrs["committed"]
+        counts = unsealed(root.attrs["committed"])
         history, records = int(counts["history"]), [int(n) for n in counts["records"]]
         if min([history, *records]) < 0:
             raise ValueError("a number of rows is negative")

@@ -12,6 +12,7 @@ from tailrace.records.fingerprints import CHAIN, GROUPS
 from tailrace.records.parts import PER_MICROBATCH, Part
 from tailrace.records.record import Record
 from tailrace.records.sinks import Finished
+from tailrace.runs.storage.attributes import sealed, unsealed
 from tailrace.runs.storage.files import describe_tree
 from tailrace.runs.tables.columns import Columns
 from tailrace.taps.reductions import NUM_BINS, STATS
@@ -80,14 +81,8 @@ class RecordTable:
     def __init__(self, group: Any, records: Sequence[Record]) -> None:
         first = records[0]
         tree, _, _ = _forms(first)
-        group.attrs.put(
-            {
-                "kind": first.kind,
-                "names": [record.name for record in records],
-                "tree": tree,
-                "coordinates": COORDINATES,
-            }
-        )
+        said = {"kind": first.kind, "names": [record.name for record in records], "tree": tree}
+        group.attrs.put(sealed({**said, "coordinates": COORDINATES}))
         self.columns = Columns(group, "record")
         for tag in ("step", "microbatch", "replica"):
             self.columns.add_column(tag, np.dtype(np.int64), (), ())
@@ -111,7 +106,7 @@ class RecordTable:
     @property
     def tensors(self) -> tuple[str, tuple[str, ...]]:
         """What is kept, and the tensors: the key of the table."""
-        attributes = self.columns.group.attrs
+        attributes = unsealed(self.columns.group.attrs)
         return attributes["kind"], tuple(attributes["names"])
 
     def append(self, records: Sequence[Record]) -> None:
@@ -161,7 +156,7 @@ class HistoryTable:
     """Loss and metrics, one row per step."""
 
     def __init__(self, group: Any) -> None:
-        group.attrs.put({"names": []})
+        group.attrs.put(sealed({"names": []}))
         self.columns = Columns(group, "step")
         self._numbers: dict[str, int] = {}
 
@@ -170,7 +165,7 @@ class HistoryTable:
         """An existing table."""
         table = cls.__new__(cls)
         table.columns = columns
-        table._numbers = {name: i for i, name in enumerate(columns.group.attrs["names"])}
+        table._numbers = {name: i for i, name in enumerate(unsealed(columns.group.attrs)["names"])}
         return table
 
     def append(
@@ -201,7 +196,7 @@ class HistoryTable:
                 columns.add_column(
                     f"metric{number}", values.dtype, shape[1:], dims, attributes=about
                 )
-                columns.group.attrs.put({"names": list(self._numbers)})
+                columns.group.attrs.put(sealed({"names": list(self._numbers)}))
             rows[f"metric{self._numbers[name]}"] = values
         if weights is not None:
             rows["weight"] = weights

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.records.sinks import Validated
+from tailrace.runs.storage.attributes import sealed, unsealed
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.stored import describing, read_rows
 
@@ -20,13 +21,13 @@ class ValidationTable:
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
-        self._numbers = {name: i for i, name in enumerate(columns.group.attrs["names"])}
+        self._numbers = {name: i for i, name in enumerate(unsealed(columns.group.attrs)["names"])}
 
     @classmethod
     def create(cls, root: Any) -> ValidationTable:
         """An empty table; replaces one whose rows no longer count."""
         group = root.create_group(GROUP, overwrite=True)
-        group.attrs.put({"names": []})
+        group.attrs.put(sealed({"names": []}))
         columns = Columns(group, "validation")
         columns.add_column("step", np.dtype(np.int64), (), ())
         return cls(columns)
@@ -48,7 +49,7 @@ class ValidationTable:
                 columns.add_column(
                     f"metric{number}", np.dtype(np.float64), (), (), attributes=about
                 )
-                columns.group.attrs.put({"names": list(self._numbers)})
+                columns.group.attrs.put(sealed({"names": list(self._numbers)}))
             rows[f"metric{self._numbers[name]}"] = np.array([value], np.float64)
         columns.append(1, rows)
 
@@ -72,5 +73,5 @@ def read_validations(directory: Path, root: Any) -> tuple[np.ndarray, dict[str, 
                 raise ValueError(f"{name} is not one value per validation")
             return values
 
-        names = [str(name) for name in group.attrs["names"]]
+        names = [str(name) for name in unsealed(group.attrs)["names"]]
         return read("step"), {name: read(f"metric{i}") for i, name in enumerate(names)}

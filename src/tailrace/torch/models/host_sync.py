@@ -35,7 +35,10 @@ class FollowingModel(Model):
     Attributes:
         optimizer: the PyTorch object.
         version: the number of changes of the weights on the device.
+        lent: names of methods that the module has as well while it is wrapped.
     """
+
+    lent: frozenset[str] = frozenset()
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._dirty, self.version, self._step = False, 0, 0

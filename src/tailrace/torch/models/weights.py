@@ -106,6 +106,9 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
         own = self.__dict__
         if name in own.get("_parameters", ()) or name in own.get("_buffers", ()):
             before_reading()
+        for owner in owners:
+            if name in owner.lent and self is owner.module:
+                return getattr(owner, name)
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
     def set_attribute(self: Any, name: str, value: object) -> None:

@@ -64,17 +64,27 @@ class SGD(_OnDevice, torch.optim.SGD):
 
     Args:
         params: as in PyTorch, groups included.
-        lr: as in PyTorch; every other keyword of it too.
+        lr: as in PyTorch.
+        momentum: as in PyTorch.
+        dampening: as in PyTorch.
+        weight_decay: as in PyTorch.
+        nesterov: as in PyTorch.
         loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
+        velocity_scaling: accepted; has an effect only with combined accumulators.
+        use_combined_accum: accepted; accumulator and momentum are separate here.
         accum_type: dtype of the gradient accumulators.
         velocity_accum_type: dtype of the momentum.
         max_grad_norm: the largest global norm of gradients, which are scaled down to it.
-        use_combined_accum: accepted; accumulator and momentum are separate here.
-        velocity_scaling: accepted; has an effect only with combined accumulators.
-        **options: PyTorch's options.
+        **options: PyTorch's other options.
 
-    >>> linear = torch.nn.Linear(2, 1)
-    >>> SGD(linear.parameters(), lr=0.1, momentum=0.9).loss_scaling
+    Raises:
+        OptionError: `loss_scaling` or `max_grad_norm` is not greater than 0.
+        UsageError: a dtype is not one of float32, float16 and bfloat16.
+
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> tt.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9).loss_scaling
     1.0
     """
 
@@ -121,7 +131,32 @@ class _AdamOptions(_OnDevice):
 
 
 class Adam(_AdamOptions, torch.optim.Adam):
-    """`torch.optim.Adam` for training on the device; see `SGD` for the additional options."""
+    """`torch.optim.Adam` for training on the device.
+
+    Args:
+        params: as in PyTorch, groups included.
+        lr: as in PyTorch.
+        betas: as in PyTorch.
+        eps: as in PyTorch.
+        weight_decay: as in PyTorch.
+        amsgrad: as in PyTorch; `poptorch.optim` refuses it, as the original does.
+        loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
+        accum_type: dtype of the gradient accumulators.
+        first_order_momentum_accum_type: dtype of the first moment.
+        second_order_momentum_accum_type: dtype of the second moment.
+        max_grad_norm: the largest global norm of gradients, which are scaled down to it.
+        **options: PyTorch's other options.
+
+    Raises:
+        OptionError: `loss_scaling` or `max_grad_norm` is not greater than 0.
+        UsageError: a dtype is not one of float32, float16 and bfloat16.
+
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> tt.optim.Adam(layer.parameters(), max_grad_norm=1.0).max_grad_norm
+    1.0
+    """
 
     def __init__(
         self,
@@ -151,9 +186,32 @@ class Adam(_AdamOptions, torch.optim.Adam):
 
 
 class AdamW(_AdamOptions, torch.optim.AdamW):
-    """`torch.optim.AdamW` for training on the device; see `SGD` for the additional options.
+    """`torch.optim.AdamW` for training on the device.
 
-    `bias_correction=False` omits the corrections of the two moments.
+    Args:
+        params: as in PyTorch, groups included.
+        lr: as in PyTorch.
+        betas: as in PyTorch.
+        eps: as in PyTorch.
+        weight_decay: as in PyTorch.
+        amsgrad: as in PyTorch; `poptorch.optim` refuses it, as the original does.
+        loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
+        bias_correction: False omits the corrections of the two moments.
+        accum_type: dtype of the gradient accumulators.
+        first_order_momentum_accum_type: dtype of the first moment.
+        second_order_momentum_accum_type: dtype of the second moment.
+        max_grad_norm: the largest global norm of gradients, which are scaled down to it.
+        **options: PyTorch's other options.
+
+    Raises:
+        OptionError: `loss_scaling` or `max_grad_norm` is not greater than 0.
+        UsageError: a dtype is not one of float32, float16 and bfloat16.
+
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> tt.optim.AdamW(layer.parameters(), bias_correction=False).bias_correction
+    False
     """
 
     def __init__(
@@ -185,10 +243,33 @@ class AdamW(_AdamOptions, torch.optim.AdamW):
 
 
 class RMSprop(_OnDevice, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` for training on the device; see `SGD` for the additional options.
+    """`torch.optim.RMSprop` for training on the device.
 
-    `use_tf_variant=True` starts the mean square at 1, has eps inside the root and the learning rate
-    inside the momentum.
+    Args:
+        params: as in PyTorch, groups included.
+        lr: as in PyTorch.
+        alpha: as in PyTorch.
+        eps: as in PyTorch.
+        weight_decay: as in PyTorch.
+        momentum: as in PyTorch.
+        centered: as in PyTorch; in all groups or in none.
+        loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
+        accum_type: dtype of the gradient accumulators.
+        first_order_momentum_accum_type: dtype of the mean gradient and the momentum.
+        second_order_momentum_accum_type: dtype of the mean square.
+        use_tf_variant: start the mean square at 1, with eps inside the root and the learning rate
+            inside the momentum.
+        **options: PyTorch's other options.
+
+    Raises:
+        OptionError: `loss_scaling` is not greater than 0, or groups differ in `centered`.
+        UsageError: a dtype is not one of float32, float16 and bfloat16.
+
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> tt.optim.RMSprop(layer.parameters(), use_tf_variant=True).use_tf_variant
+    True
     """
 
     use_tf_variant: bool
@@ -236,11 +317,21 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled, inside the scaled update.
         bias_correction: whether the moments are corrected for their start at 0.
-        loss_scaling: see `SGD`.
+        loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
         max_weight_norm: the upper limit of a tensor's norm; None: 65500.
         accum_type: dtype of the gradient accumulators.
         first_order_momentum_accum_type: dtype of the first moment.
         second_order_momentum_accum_type: dtype of the second moment.
+
+    Raises:
+        OptionError: a number is out of its range.
+        UsageError: a dtype is not one of float32, float16 and bfloat16.
+
+    >>> import torch
+    >>> import tailrace.torch as tt
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> tt.optim.LAMB(layer.parameters(), lr=0.1).loss_scaling
+    1.0
     """
 
     bias_correction: bool

@@ -125,6 +125,9 @@ BeginBlock = begin_block
 def remove_blocks(module: torch.nn.Module) -> None:
     """Remove all blocks that `tt.BeginBlock` put on a module and its submodules.
 
+    Args:
+        module: the module.
+
     >>> import torch
     >>> import tailrace.torch as tt
     >>> module = torch.nn.Sequential(tt.BeginBlock(torch.nn.Linear(2, 2), "first", device=0))
@@ -140,6 +143,9 @@ def remove_blocks(module: torch.nn.Module) -> None:
 
 def module_repr(module: torch.nn.Module) -> str:
     """A module as text, with the blocks that begin in it.
+
+    Args:
+        module: the module.
 
     >>> import torch
     >>> import tailrace.torch as tt

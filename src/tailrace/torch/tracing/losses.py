@@ -50,8 +50,12 @@ LOSS_FUNCTIONS = frozenset(
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     """Mark a tensor as the loss, reduced by "sum", "mean" or not at all ("none").
 
-    For losses written by hand, and for sums of several losses. Outside of a wrapped model it only
+    For losses written by hand, and for sums of several losses. Outside a wrapped model it only
     reduces.
+
+    Args:
+        x: the tensor.
+        reduction: "sum", "mean" or "none".
 
     Raises:
         OptionError: there is no such reduction.

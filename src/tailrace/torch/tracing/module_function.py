@@ -251,21 +251,25 @@ def _without_looking_at_values():
     """Without those parts of PyTorch that look at values to choose or to check.
 
     Fused attention is one opaque operation; transformers compare a mask with the causal one, to say
-    so to attention, which gets the mask anyway; distributions check their parameters.
+    so to attention, which gets the mask anyway; distributions check their parameters. Libraries that
+    choose by values (`transformers`: is nothing masked?) do not where they are compiled.
     """
     distribution: Any = torch.distributions.Distribution
     fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
     detect = transformer._detect_is_causal_mask
     hook: Any = torch.utils.hooks.BackwardHook
+    compiling = torch.compiler.is_compiling
     set_up = hook.setup_input_hook, hook.setup_output_hook
     # Hooks of the backward pass look for nodes of PyTorch's graph; training refuses them by name.
     hook.setup_input_hook = hook.setup_output_hook = _as_given
     torch.backends.mha.set_fastpath_enabled(False)
     distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = _said_to_be_causal
+    torch.compiler.is_compiling = lambda: True
     try:
         yield
     finally:
+        torch.compiler.is_compiling = compiling
         hook.setup_input_hook, hook.setup_output_hook = set_up
         transformer._detect_is_causal_mask = detect
         distribution.set_default_validate_args(checked)

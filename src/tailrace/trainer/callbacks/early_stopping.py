@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, check_flag
 from tailrace.errors import OptionError
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.observation.monitoring import Monitor
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Ends a fit when a value has not improved for some time.
 
-    A validation value (`val_...`) is checked after each validation, any other after each epoch.
+    A validation value (`val_...`) is checked after each validation, any other after each epoch. A value
+    that the fit does not have is refused before it trains, or after its first execution.
 
     Args:
         monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
@@ -33,6 +34,7 @@ class EarlyStopping(Callback):
             step) of the best check at the end of the fit.
 
     Attributes:
+        watched: the value, and what counts as better.
         best: the best value so far.
         best_step: the step it belongs to.
     """
@@ -46,8 +48,9 @@ class EarlyStopping(Callback):
         restore_best: bool = False,
     ) -> None:
         patience = check_count("patience", patience, at_least=0, error=OptionError)
-        self._monitor = Monitor(monitor, mode, min_delta)
-        self.patience, self.restore_best = patience, restore_best
+        self.watched = Monitor(monitor, mode, min_delta)
+        self.patience = patience
+        self.restore_best = check_flag("restore_best", restore_best, error=OptionError)
         self.best_step = 0
         self._waited = 0
         self._kept: list[np.ndarray] | None = None
@@ -55,23 +58,22 @@ class EarlyStopping(Callback):
     @property
     def best(self) -> float | None:
         """The best value so far; None before the first check."""
-        return self._monitor.best
+        return self.watched.best
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Start over, unless a fit is resumed."""
-        self._monitor.best, self._waited, self._kept = None, 0, None
+        self.watched.best, self._waited, self._kept = None, 0, None
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Check a validation value."""
-        if self._monitor.name.startswith("val_"):
+        if self.watched.is_of_validation:
             self._look(trainer, logs)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: dict[str, float]) -> None:
         """Check a value of an epoch."""
-        if not self._monitor.name.startswith("val_"):
+        # Not a value of validations: an epoch may be shorter than the time between two of them.
+        if not self.watched.is_of_validation:
             self._look(trainer, logs)
-        else:
-            self._monitor.value(logs)  # raises if there is no such value
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """Restore the best state, if requested."""
@@ -89,15 +91,16 @@ class EarlyStopping(Callback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
-        self._monitor.best, self.best_step = state["best"], state["best_step"]
+        self.watched.best, self.best_step = state["best"], state["best_step"]
         self._waited = state["waited"]
         kept = [state[f"kept/{i}"] for i in range(sum(k.startswith("kept/") for k in state))]
         self._kept = kept or None
 
     def _look(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        if self._monitor.improves(logs):
+        if self.watched.improves(logs):
             self._waited, self.best_step = 0, trainer.step
             if self.restore_best:
+                # On the host: a device that is full with one state has no room for a second.
                 self._kept = [_on_host(leaf) for leaf in jax.tree.leaves(trainer.state)]
             return
         self._waited += 1

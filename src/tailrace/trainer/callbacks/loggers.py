@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tailrace.data.paths import check_path
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.trainer.callbacks.callback import Callback, Execution
 
@@ -56,10 +58,17 @@ class CSVLogger(Callback):
 
     Args:
         path: the path of the file; its directory is created if necessary.
+
+    Raises:
+        OptionError: there can be no file of that path.
+        RunError: the file cannot be written; during a fit.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = check_path("path", path, what="file")
+        _check_folder("CSVLogger", self._path.parent)
+        if os.path.isdir(self._path):
+            raise OptionError(f"CSVLogger writes a file, and path={str(path)!r} is a directory.")
         self._names: list[str] = []
         self._rows: list[dict[str, Any]] = []
         self._written = 0
@@ -104,10 +113,11 @@ class CSVLogger(Callback):
         new = [name for row in rows for name in row if name not in self._names]
         before = self._before() if self._resumed or not self._written or new else None
         self._names += dict.fromkeys(new)
-        if before is not None:
-            self._rewrite(before)
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._names).writerows(rows)
+        with _writing("CSVLogger", self._path):
+            if before is not None:
+                self._rewrite(before)
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, self._names).writerows(rows)
         self._written, self._resumed = self._written + len(rows), False
 
     def _before(self) -> list[dict[str, Any]]:
@@ -143,10 +153,14 @@ class TensorBoard(Callback):
 
     Args:
         directory: the log directory. Needs the extra `tensorboard`.
+
+    Raises:
+        OptionError: there can be no directory of that path.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = os.fspath(directory)
+        self._directory = check_path("directory", directory)
+        _check_folder("TensorBoard", self._directory)
         self._writer: Any = None
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -158,7 +172,8 @@ class TensorBoard(Callback):
                 "tr.callbacks.TensorBoard needs tensorboardX: pip install 'tailrace[tensorboard]'."
             ) from error
         # What a killed process wrote beyond the checkpoint comes again, and is to be shown once.
-        self._writer = SummaryWriter(self._directory, purge_step=trainer.step or None)
+        with _writing("TensorBoard", self._directory):
+            self._writer = SummaryWriter(str(self._directory), purge_step=trainer.step or None)
 
     def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
         """Loss and metrics of a step."""
@@ -180,3 +195,25 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _check_folder(who: str, folder: Path) -> None:
+    """Refuse a folder that is, or goes through, a file: before the steps whose values it is for."""
+    there = next((one for one in (folder, *folder.parents) if os.path.exists(one)), folder)
+    if os.path.exists(there) and not os.path.isdir(there):
+        raise OptionError(
+            f"{who} writes into a directory, and {str(there)!r} is a file. Received: {str(folder)!r}. "
+            f"Give another path."
+        )
+
+
+@contextmanager
+def _writing(who: str, path: Path) -> Iterator[None]:
+    """Turn an error of the file system into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{who} cannot write {str(path)!r}: {error.strerror or error}. Make room or give another "
+            f"path; with fit(checkpoint=...) the same script then goes on."
+        ) from error

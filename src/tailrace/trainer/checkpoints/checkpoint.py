@@ -7,6 +7,7 @@ import os
 import re
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import is_path
 from tailrace.errors import OptionError
 from tailrace.trainer.observation.monitoring import Monitor
 
@@ -34,7 +35,7 @@ class Checkpoint:
     best: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
+        if not is_path(self.directory):
             raise OptionError(
                 f"checkpoint= is a directory or a tr.Checkpoint. Received: {self.directory!r}."
             )
@@ -45,7 +46,10 @@ class Checkpoint:
         keep = check_count("keep", self.keep, at_least=1, error=OptionError)
         object.__setattr__(self, "keep", keep)
         if self.best is not None:
-            Monitor(self.best)
+            try:
+                Monitor(self.best)
+            except OptionError as error:
+                raise OptionError(f"best= of tr.Checkpoint: {error}") from None
 
     @property
     def seconds(self) -> float | None:

@@ -6,12 +6,15 @@
       fit-1/step-4000  ...
 
 The fits of a script are numbered. Names identify checkpoints, so that selecting and removing reads no
-files: `-end` is the end of a fit, `-best` was the best when it was written.
+files: `-end` is the end of a fit, `-best` was the best when it was written, `.damaged` was set aside
+because it could not be read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,14 +22,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import CheckpointError, RunError
+from tailrace.errors import CheckpointError, RunError, TailraceError
+from tailrace.messages import logger
+from tailrace.runs.info import RUN_FILE, read_info
 from tailrace.runs.storage.held import HeldDirectory
-from tailrace.runs.storage.lock import DirectoryLock
+from tailrace.runs.storage.lock import DirectoryLock, DirectoryTaken
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.snapshot import Snapshot
 
 _NAME = re.compile(r"step-(\d{1,18})(-end|-best)?")
 _FIT = re.compile(r"fit-(\d{1,9})")
+
+DAMAGED = ".damaged"
+"""The suffix of a checkpoint that could not be read."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -53,8 +61,12 @@ class CheckpointDirectory:
 
     def found(self, fit: int | None = None) -> list[Kept]:
         """All checkpoints, or those of one fit, oldest first."""
+        with orbax_files.sentence(self.directory, "cannot be looked at"):
+            return sorted(self._found(fit))
+
+    def _found(self, fit: int | None) -> list[Kept]:
         kept: list[Kept] = []
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             return kept
         for folder in self.directory.iterdir():
             number = _FIT.fullmatch(folder.name)
@@ -67,11 +79,57 @@ class CheckpointDirectory:
                 if name and path.is_dir() and not path.is_symlink():
                     end, best = name[2] == "-end", name[2] == "-best"
                     kept.append(Kept(int(number[1]), int(name[1]), end, path, best))
-        return sorted(kept)
+        return kept
 
     def newest(self, fit: int | None = None) -> Kept | None:
         """The latest checkpoint, of all or of one fit."""
         return max(self.found(fit), default=None)
+
+    def read_newest(self, fit: int) -> tuple[Kept, dict[str, Any], dict[str, Any]] | None:
+        """The latest checkpoint of a fit that is whole, its arrays and its note; None without any.
+
+        Damaged ones after it are set aside, with a warning: the steps since are trained again, with the
+        same result. Only while the directory is held.
+        """
+        kept, first = self.found(fit), None
+        while kept:
+            newest = kept.pop()
+            try:
+                return newest, *orbax_files.read(newest.path)
+            except orbax_files.DamagedCheckpoint as error:
+                first = first or error
+                self._set_aside(newest, kept, error)
+        if first is not None:
+            raise first
+        return None
+
+    def _set_aside(self, damaged: Kept, earlier: list[Kept], error: CheckpointError) -> None:
+        """Rename a damaged checkpoint, or raise its error if there is none to use instead."""
+        later = sorted({one.fit for one in self.found() if one.fit > damaged.fit})
+        if later:
+            # Their checkpoints, and the rows of a run directory, follow the end of this fit as it was.
+            raise CheckpointError(
+                f"{error} It belongs to a fit that later fits went on from (fit-{later[0]}). Put a "
+                f"copy of it back; or remove it, fit-{later[0]} and later ones, to train from the "
+                f"checkpoint before it."
+            ) from error
+        if not earlier:
+            raise CheckpointError(
+                f"{error} There is no other one of this fit. Put a copy of it back, or give another "
+                f"directory to train from the start."
+            ) from error
+        aside = damaged.path.with_name(damaged.path.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            os.rename(damaged.path, aside)
+        except OSError:
+            raise error from None
+        logger.warning(
+            "%s It was renamed to %r, and the fit goes on from %r: the steps since are trained again.",
+            error,
+            aside.name,
+            earlier[-1].path.name,
+        )
 
     def write(
         self, fit: int, step: int, snapshot: Snapshot, *, ended: bool = False, best: bool = False
@@ -97,15 +155,21 @@ class CheckpointDirectory:
         held = HeldDirectory(self.directory)
         lock = DirectoryLock(held)
         try:
-            held.hold()
-            lock.acquire()
-        except RunError:
+            with orbax_files.sentence(self.directory, "cannot be written"):
+                held.hold()
+                lock.acquire()
+        except TailraceError as error:
+            lock.release()
             held.release()
-            raise CheckpointError(
-                f"A checkpoint directory belongs to one trainer at a time, and "
-                f"{str(self.directory)!r} is in use. Give this one another directory, or wait until "
-                f"that fit has ended."
-            ) from None
+            if isinstance(error, DirectoryTaken):
+                raise CheckpointError(
+                    f"A checkpoint directory belongs to one trainer at a time, and "
+                    f"{str(self.directory)!r} is in use. Give this one another directory, or wait "
+                    f"until that fit has ended."
+                ) from None
+            # The lock is a pipe or a link, say.
+            text = str(error).replace("run directory", "checkpoint directory")
+            raise CheckpointError(text.replace("run_dir", "checkpoint=")) from error
         try:
             for partial in self.directory.glob(f"fit-*/*{orbax_files.UNFINISHED}*"):
                 shutil.rmtree(partial, ignore_errors=True)  # a writer was killed
@@ -117,11 +181,24 @@ class CheckpointDirectory:
 
 def check_no_file(rule: str, directory: Path) -> None:
     """Refuse a path of a directory that is, or goes through, a file."""
-    there = next((one for one in (directory, *directory.parents) if one.exists()), directory)
-    if there.exists() and not there.is_dir():
+    there = next((one for one in (directory, *directory.parents) if os.path.exists(one)), directory)
+    if os.path.exists(there) and not os.path.isdir(there):
         raise CheckpointError(
             f"{rule}, and {str(there)!r} is a file. Received: {str(directory)!r}. Give another path."
         )
+
+
+def described(where: Path) -> str:
+    """What is at a path that has no checkpoint, and for a run directory, where its checkpoints are."""
+    if not os.path.isdir(where):
+        return "a file" if os.path.exists(where) else "nothing"
+    if os.path.exists(where / RUN_FILE):
+        named = None
+        with contextlib.suppress(RunError):
+            named = read_info(where).get("checkpoint")
+        hint = f"This run's checkpoints are in {named!r}" if named else "It has none of them"
+        return f"a run directory: records, not the state of a trainer. {hint}"
+    return "a directory without a checkpoint" if any(where.iterdir()) else "an empty directory"
 
 
 def superseded(kept: list[Kept], keep: int) -> list[Kept]:

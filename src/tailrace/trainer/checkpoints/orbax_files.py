@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import importlib
 import itertools
 import json
@@ -22,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.files import json_checksum
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
+from tailrace.trainer.checkpoints.file_list import damage_in, write_list
 
 FORMAT = 1
 """The format version; a later one is refused."""
@@ -39,6 +42,10 @@ MOST_BYTES = 1 << 40
 """The limit of the declared size of a checkpoint's arrays, checked before any is read."""
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint are missing, or are not what was written."""
 
 
 def import_orbax() -> Any:
@@ -70,19 +77,27 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         for name, array in arrays.items()
     }
     said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
-    said["checksum"] = _text_checksum(said)
+    said["checksum"] = json_checksum([said["note"], said["arrays"]])
     # Orbax does not support empty arrays, or a tree without arrays.
     kept = {name: np.asarray(array) for name, array in arrays.items() if array.size}
     kept = kept or {"nothing": np.zeros(1, np.int8)}
     with sentence(path, "cannot be written"), _quiet():
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if distributed.process_count() == 1:
-            orbax.save(str(partial), kept, custom_metadata=said)
-        else:
-            _save_alone(partial, kept, said)
-        force_tree(partial)
-        os.rename(partial, path)
+        try:
+            if distributed.process_count() == 1:
+                orbax.save(str(partial), kept, custom_metadata=said)
+            else:
+                _save_alone(partial, kept, said)
+            write_list(partial)
+            force_tree(partial)
+            os.rename(partial, path)
+        except BaseException:
+            # Now, not at the next start: on a full disk, what was written of this checkpoint is the
+            # room that the next one needs. Orbax has a directory of a longer name.
+            for left in path.parent.glob(f"{glob.escape(partial.name)}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            raise
         force_folder(path.parent)
 
 
@@ -137,13 +152,16 @@ class Form:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory has files of Orbax; a damaged one may have lost some."""
-    return any((path / name).exists() for name in ("_CHECKPOINT_METADATA", "pytree"))
+    # Of `os`, which says False where `pathlib` raises: a name that is too long, a closed directory.
+    return any(os.path.exists(path / name) for name in ("_CHECKPOINT_METADATA", "pytree"))
 
 
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """The note of a checkpoint, and the shapes of its arrays; reads no array."""
     orbax = import_orbax()
-    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
+    with sentence(path, "cannot be read", DamagedCheckpoint), _quiet(), _alone(orbax):
+        if damage := damage_in(path):
+            raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: {damage}.")
         found = orbax.metadata(str(path))
         said = found.custom_metadata
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
@@ -153,7 +171,9 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
             for name, (shape, dtype, checksum) in said["arrays"].items()
         }
         note = dict(said["note"])
-        whole = "checksum" not in said or said["checksum"] == _text_checksum(said)
+        # Everything beside the arrays: step, seed, position, the arrays' own checksums.
+        now = json_checksum([said["note"], said["arrays"]])
+        whole = "checksum" not in said or said["checksum"] == now
     if version != FORMAT:
         raise CheckpointError(
             f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
@@ -161,7 +181,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
         )
     expected = {name: (form.shape, form.dtype) for name, form in forms.items() if form.size}
     if not whole or (expected and stored != expected):
-        raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
+        raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
     _check_size(path, forms)
     return note, forms
 
@@ -170,7 +190,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """All arrays of a checkpoint by name, and its note."""
     orbax = import_orbax()
     note, forms = read_note(path)
-    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
+    with sentence(path, "cannot be read", DamagedCheckpoint), _quiet(), _alone(orbax):
         loaded = orbax.load(str(path)) if any(form.size for form in forms.values()) else {}
         arrays = {
             name: np.asarray(loaded[name])
@@ -181,9 +201,8 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     for name, form in forms.items():
         found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
         if found != form:
-            raise CheckpointError(
-                f"The checkpoint {str(path)!r} is damaged: array {name!r} is not what was written. "
-                f"Take an older one: trainer.restore(path of that checkpoint)."
+            raise DamagedCheckpoint(
+                f"The checkpoint {str(path)!r} is damaged: array {name!r} is not what was written."
             )
     return arrays, note
 
@@ -191,12 +210,6 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def checksum(array: object) -> int:
     """A checksum of an array's bits."""
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
-
-
-def _text_checksum(said: Mapping[str, Any]) -> int:
-    """A checksum of what is said beside the arrays: step, seed, position, their own checksums."""
-    text = json.dumps([said["note"], said["arrays"]], sort_keys=True)
-    return zlib.crc32(text.encode())
 
 
 def remove(path: Path) -> None:
@@ -209,15 +222,18 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def sentence(path: Path, what: str) -> Iterator[None]:
+def sentence(
+    path: Path, what: str, kind: type[CheckpointError] = CheckpointError
+) -> Iterator[None]:
     """Turn any error of the file system or Orbax into one sentence."""
     try:
         yield
     except TailraceError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: {error}"
+        text = " ".join(str(error).split())  # those of Orbax have many lines
+        raise kind(
+            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: {text[:500]}"
         ) from error
 
 
@@ -243,10 +259,10 @@ def _dtype(name: str) -> np.dtype:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Orbax's log of each file, which is for its developers."""
+    """Silence Orbax's log, which is for its developers: what it raises is in our sentence."""
     logger = logging.getLogger("absl")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -111,6 +111,9 @@ class Saving:
         number: the index of the fit among those of the trainer with checkpoints.
         engine: the engine whose state is saved.
         duration: the requested duration.
+
+    Attributes:
+        monitor: the value whose best state is kept; None for none.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Saving:
     ) -> None:
         self._engine, self._duration = engine, duration
         self._writer = CheckpointWriter(checkpoint, number)
-        self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self.monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._fit: FitParts | None = None
 
     @property
@@ -143,11 +146,17 @@ class Saving:
 
     def take_up(self) -> TakenUp | None:
         """Restore the engine's state from the directory; None if it has no checkpoint of this fit."""
-        found = first_does(self._newest)
+        read: list[Any] = []
+
+        def newest() -> str | None:
+            read[:] = self._writer.directory.read_newest(self._writer.fit) or ()
+            return str(read[0].path) if read else None
+
+        found = first_does(newest)
         if found is None:
             return None
-        path = Path(found)
-        arrays, note = each_does(lambda: orbax_files.read(path))
+        # One process decides which one is whole, and has read it; the others read the same.
+        arrays, note = each_does(lambda: read[1:] if read else orbax_files.read(Path(found)))
         if "fit" not in note:
             raise CheckpointError(
                 f"The checkpoint {found!r} was saved by fit of a Keras model. Give this fit "
@@ -163,6 +172,7 @@ class Saving:
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         history = history_of(arrays, progress.first_step, count, replicas)
         before = Duration(**fit["duration"])
+        # More is asked for than then: the end of that fit is the middle of this one.
         further = _less(before, self._duration)
         finished = bool(fit["ended"] and not further) or progress.passed(self._duration)
         progress.stopped = progress.stopped and not fit["ended"]  # to be continued, if not finished
@@ -173,8 +183,8 @@ class Saving:
                 key=f"smaller fit {found}",
             )
         self._note_another_optimizer(fit.get("optimizer"), finished)
-        if self._monitor is not None:
-            self._monitor.best = fit["best"]
+        if self.monitor is not None:
+            self.monitor.best = fit["best"]
         return TakenUp(
             progress,
             engine.step,
@@ -185,10 +195,6 @@ class Saving:
             finished,
             note["run"],
         )
-
-    def _newest(self) -> str | None:
-        kept = self._writer.directory.newest(self._writer.fit)
-        return None if kept is None else str(kept.path)
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse a checkpoint of another training."""
@@ -269,7 +275,7 @@ class Saving:
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the monitored value has improved."""
-        monitor = self._monitor
+        monitor = self.monitor
         if monitor is not None and monitor.is_due(logs) and monitor.improves(logs):
             self.save(best=True)
 
@@ -288,6 +294,7 @@ class Saving:
                     plain[name] = as_json(value, f"{type(callback).__name__}.get_state()[{name!r}]")
             states.append(plain)
         note = {
+            # Epochs of the fits before; those of this one are in its progress.
             **trainer_note(engine, keys, fit.progress.first_epoch),
             "fit": {
                 "progress": dataclasses.asdict(fit.progress),
@@ -298,9 +305,10 @@ class Saving:
                 "optimizer": optimizer_text(engine.optimizer),
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
+                # For a replay: a loop with other room is another program, and may round otherwise.
                 "capacity": engine.runner.capacity,
                 "callbacks": states,
-                "best": None if self._monitor is None else self._monitor.best,
+                "best": None if self.monitor is None else self.monitor.best,
             },
         }
         return Snapshot(arrays, note, fit.journal.mark())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import CheckpointError, RunError
-from tailrace.runs.info import RUN_FILE, read_info
+from tailrace.data.paths import check_path
+from tailrace.errors import CheckpointError
 from tailrace.trainer.checkpoints import orbax_files
-from tailrace.trainer.checkpoints.directory import CheckpointDirectory, check_no_file
+from tailrace.trainer.checkpoints.directory import (
+    CheckpointDirectory,
+    check_no_file,
+    described,
+)
 from tailrace.trainer.checkpoints.snapshot import Snapshot, put_state, state_arrays, trainer_note
 from tailrace.trainer.checkpoints.together import each_does, first_does
 from tailrace.trainer.engine import Engine
@@ -19,7 +22,7 @@ from tailrace.trainer.engine import Engine
 
 def save_state(engine: Engine, epochs: int, path: str | os.PathLike[str]) -> None:
     """Write the state, step, seed and the number of epochs begun to a new directory."""
-    where = Path(path).absolute()
+    where = check_path("path", path)
     first_does(lambda: _check_new(where))
     arrays, keys = state_arrays(engine)
     note = trainer_note(engine, keys, epochs)
@@ -28,8 +31,9 @@ def save_state(engine: Engine, epochs: int, path: str | os.PathLike[str]) -> Non
 
 def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:
     """Restore the engine's state from `path`; returns the number of epochs begun."""
-    where = Path(first_does(lambda: _found(Path(path).absolute())))
-    arrays, note = each_does(lambda: orbax_files.read(where))
+    given = check_path("path", path)
+    where = Path(first_does(lambda: _found(given)))
+    arrays, note = each_does(lambda: _read(where, given))
     put_state(engine, arrays, note)
     fit = note.get("fit")
     if fit is None:
@@ -48,11 +52,24 @@ def _epochs_begun(fit: Mapping[str, Any]) -> int:
 
 def _check_new(where: Path) -> None:
     check_no_file("save writes a directory", where.parent)
-    if where.exists() or where.is_symlink():
+    if os.path.lexists(where):
         raise CheckpointError(
             f"save writes a new directory, and {str(where)!r} is there already. Give another "
             f"path, or use fit(checkpoint=...), which keeps several."
         )
+
+
+def _read(where: Path, given: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint; if it is damaged, the error names the one before it, which the caller may take."""
+    try:
+        return orbax_files.read(where)
+    except orbax_files.DamagedCheckpoint as error:
+        kept = [one.path for one in CheckpointDirectory(given).found() if one.path != where]
+        if not kept:
+            raise
+        raise CheckpointError(
+            f"{error} The one before it: trainer.restore({str(kept[-1])!r})."
+        ) from error
 
 
 def _found(where: Path) -> str:
@@ -64,18 +81,5 @@ def _found(where: Path) -> str:
         return str(where)
     raise CheckpointError(
         f"restore reads what trainer.save or fit(checkpoint=...) wrote, and {str(where)!r} is "
-        f"{_described(where)}."
+        f"{described(where)}."
     )
-
-
-def _described(where: Path) -> str:
-    """What is at a path that has no checkpoint."""
-    if not where.is_dir():
-        return "a file" if where.exists() else "nothing"
-    if (where / RUN_FILE).exists():
-        named = None
-        with contextlib.suppress(RunError):
-            named = read_info(where).get("checkpoint")
-        hint = f"This run's checkpoints are in {named!r}" if named else "It has none of them"
-        return f"a run directory: records, not the state of a trainer. {hint}"
-    return "a directory without a checkpoint" if any(where.iterdir()) else "an empty directory"

@@ -120,7 +120,7 @@ class Evaluator:
                 f"dataset that does not repeat, or predict(..., live=True)."
             )
         # Several processes run one program together, so all elements must have one shape.
-        alone = self._placement.in_one_process and not isinstance(dataset, InfeedQueue)
+        alone = self._placement.in_one_process
         for part in form_runs(dataset) if alone else (dataset,):
             yield from self._run_of_one_form(part, fn, read, shape, live)
 

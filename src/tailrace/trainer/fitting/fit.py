@@ -43,6 +43,7 @@ from tailrace.trainer.fitting.step_counts import (
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.observation.bundles import keep_bundle
 from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.monitoring import Monitor
 from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 
 
@@ -94,6 +95,9 @@ class Fit:
         self._skipped = _skipped_in(journal.history)
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
+        watched = [getattr(one, "watched", None) for one in callbacks]
+        watched += [] if saving is None else [saving.monitor]
+        self._unchecked = [one for one in watched if isinstance(one, Monitor)]
         # A callback must see the state of the steps it is called for; a sentinel must compare before
         # the next execution overwrites it.
         waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
@@ -262,6 +266,9 @@ class Fit:
                 self._pending.clear()  # they started from what that execution did not make
                 self.progress.steps = self.engine.step - self.progress.first_step
                 raise
+            # Which values a step has is known now, long before the epoch is over whose end needs them.
+            while self._unchecked:
+                self._unchecked.pop().check_logged(self.journal.history.step_names)
             self._count_skipped(results)
             if results.failure is not None:
                 keep_bundle(self.engine, results.failure)

@@ -15,7 +15,6 @@ from typing import Any
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
-from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.compilations import listening
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
@@ -70,7 +69,7 @@ class FitCall:
     def epochs_begun(self) -> int:
         """The number of passes over the data that were begun; repeating data has many."""
         progress = self.progress
-        fast = None if isinstance(self.dataset, InfeedQueue) else as_dataset(self.dataset).fast
+        fast = as_dataset(self.dataset).fast
         if fast is not None and fast.repeat:
             return -(-progress.elements // fast.batches_per_epoch)
         return progress.epochs + (progress.steps > progress.epoch_start)

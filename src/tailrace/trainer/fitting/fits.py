@@ -9,9 +9,8 @@ from typing import Any
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import DataError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.profiling.timeline.trace import as_trace
+from tailrace.profiling.timeline.trace import Trace
 from tailrace.trainer.callbacks.callback import AnyTrainer
-from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import Saving, saving_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
@@ -20,7 +19,6 @@ from tailrace.trainer.fitting.fit_progress import Duration
 from tailrace.trainer.fitting.pace import Pace, pace_for
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.observation.journal import Journal
-from tailrace.trainer.observation.monitoring import check_best
 
 
 class Fits:
@@ -64,9 +62,10 @@ class Fits:
 
     def saving(self, checkpoint: Any, duration: Duration, validation: Validation) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
-        if isinstance(checkpoint, Checkpoint):
-            check_best(checkpoint.best, validation.has_data)
-        return saving_of(checkpoint, self.kept, self._engine, duration)
+        saving = saving_of(checkpoint, self.kept, self._engine, duration)
+        if saving is not None and saving.monitor is not None:
+            saving.monitor.check_validates("tr.Checkpoint", "best", validation.has_data)
+        return saving
 
     def pace(self, engine: Engine) -> Pace:
         """The pace on the engine's current program: the one found before, if it still applies."""
@@ -81,16 +80,16 @@ class Fits:
             else ()
         )
 
-    def run(self, trainer: AnyTrainer, call: FitCall, trace: Any) -> None:
+    def run(self, trainer: AnyTrainer, call: FitCall, trace: Trace | None) -> None:
         """One fit, from the beginning or from a checkpoint.
 
         Args:
             trainer: the argument of callbacks.
             call: the arguments of the fit.
-            trace: a directory for its timeline, or a `tr.trace(...)`; None for none.
+            trace: its timeline; None for none.
         """
         with (
-            as_trace(trace) if trace is not None else nullcontext(),
+            trace if trace is not None else nullcontext(),
             call.saving.open() if call.saving is not None else nullcontext(),
         ):
             self.kept += call.saving is not None
@@ -107,9 +106,8 @@ class Fits:
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
-            # In the order of its epoch. A queue that the user made has a position of its own; so has a
-            # resumed fit, which is brought there later.
-            if taken is None and call.progress.epoch and feed is not call.dataset:
+            # In the order of its epoch. A resumed fit has a position, and is brought there later.
+            if taken is None and call.progress.epoch:
                 feed.start_epoch(call.dataset, call.progress.epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
@@ -139,8 +137,8 @@ class Fits:
         A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as
         often as before: it may have another order each time.
         """
-        source = None if isinstance(dataset, InfeedQueue) else as_dataset(dataset)
-        if source is None or source.fast is not None:
+        source = as_dataset(dataset)
+        if source.fast is not None:
             return
         if source.restartable and "source" not in position:
             for epoch in range(passes):

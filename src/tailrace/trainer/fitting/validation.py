@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count
-from tailrace.errors import OptionError
+from tailrace.errors import DataError, OptionError
 
 
 class Validation:
@@ -42,6 +43,8 @@ class Validation:
                 f"Received: validation_every={every!r} without validation_data. Give both, or leave "
                 f"validation_every out."
             )
+        if data is not None:
+            _check_data(data)
         self._data, self._evaluate = data, evaluate
         self.at_epochs = data is not None and by_epochs
         self.latest: dict[str, float] = {}
@@ -62,3 +65,16 @@ class Validation:
         scalars = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
         self.latest = {f"val_{name}": value for name, value in scalars.items()}
         return scalars
+
+
+def _check_data(data: Any) -> None:
+    """Refuse data that could not be validated on, before the steps that come first."""
+    try:
+        source = as_dataset(data)
+    except DataError as error:
+        raise DataError(f"validation_data is a dataset. {error}") from None
+    if source.endless:
+        raise DataError(
+            f"All elements of validation_data are read each time, but {source.name} repeats without "
+            f"end. Give a dataset that does not repeat."
+        )

@@ -14,7 +14,7 @@ from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.reader import Run
 from tailrace.taps.bit_digests import digest, joined
 from tailrace.taps.tap import Tap
-from tailrace.trainer.lookback.replay import nearest, read_fit
+from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
 
 
@@ -71,9 +71,9 @@ def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
             f"To name a tensor both runs are replayed from checkpoints, and {str(run.directory)!r} was "
             f"trained without. Train with fit(checkpoint=...)."
         )
-    kept, directory = nearest(where, step)
+    start = nearest(where, step)
     taps = [Tap("*", reduce=bits)]
-    return Rerun(trainer.engine, taps, dataset, *read_fit(kept), directory.directory)
+    return Rerun(trainer.engine, taps, dataset, *start.fit(), start.directory.directory)
 
 
 def _digests(results: Any) -> dict[str, bytes]:

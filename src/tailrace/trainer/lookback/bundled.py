@@ -11,10 +11,11 @@ from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
 from tailrace.records.records import Records
 from tailrace.taps.tap import parse_taps
+from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.replay import Replay
 from tailrace.trainer.lookback.rerun import twin_of
-from tailrace.trainer.observation.bundles import put_bundle, read_bundle
+from tailrace.trainer.observation.bundles import elements_in, read_bundle
 
 
 def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> Replay:
@@ -27,11 +28,16 @@ def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> R
             f"takes {here} (accumulation x replicas). Make the trainer with the same."
         )
     twin = twin_of(engine, parse_taps(observe))
-    leaves, structure = jax.tree.flatten(example)
-    elements = [arrays[f"element/{number}"] for number in range(len(leaves))]
+    structure, elements = jax.tree.structure(example), elements_in(arrays)
+    if structure.num_leaves != len(elements):
+        raise CheckpointError(
+            f"example has the structure of an element, and an element in {str(bundle)!r} has "
+            f"{len(elements)} arrays. Received: an example with {structure.num_leaves}. Give an "
+            f"element of the dataset that was trained on."
+        )
     feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
     try:
-        put_bundle(twin, bundle)
+        put_state(twin, arrays, note)
         twin.step = int(note["step"])
         results = twin.collect(twin.dispatch(1, following=0, period=1))
     finally:

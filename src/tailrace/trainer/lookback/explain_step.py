@@ -15,7 +15,7 @@ from tailrace.taps.tap import Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
+from tailrace.trainer.lookback.replay import Comparison, nearest, recorded_in
 from tailrace.trainer.lookback.rerun import Rerun
 
 _PLACE, _MEASURED = EXAMPLE.descr[:2], EXAMPLE.descr[2:]
@@ -98,8 +98,8 @@ def explain_step(
     fits: int | None = None,
 ) -> StepExplanation:
     """Run a past step again, example by example; see `tr.Trainer.explain_step`."""
-    kept, directory = nearest(checkpoint, step, fits)
-    arrays, note = read_fit(kept)
+    start = nearest(checkpoint, step, fits)
+    (arrays, note), directory = start.fit(), start.directory
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.paths import is_path
 from tailrace.devices.processes import distributed
 from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.errors import CheckpointError, OptionError
+from tailrace.messages import note_once
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.records import Record, Records
+from tailrace.runs.info import RUN_FILE
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
-from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept, described
 from tailrace.trainer.checkpoints.snapshot import history_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
@@ -116,8 +120,8 @@ def replay(
     fits: int | None = None,
 ) -> Replay:
     """Run a past step again; see `tr.Trainer.replay`."""
-    kept, directory = nearest(checkpoint, step, fits)
-    arrays, note = read_fit(kept)
+    start = nearest(checkpoint, step, fits)
+    (arrays, note), directory = start.fit(), start.directory
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     rerun = Rerun(engine, observe, dataset, arrays, note, directory.directory)
@@ -232,10 +236,34 @@ def check_step(step: Any) -> None:
         )
 
 
-def nearest(
-    checkpoint: Any, step: Any, fits: int | None = None, *, before: bool = False
-) -> tuple[Kept, CheckpointDirectory]:
-    """The last checkpoint at or before a step.
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The checkpoint that steps are run again from.
+
+    Attributes:
+        kept: which one.
+        directory: its directory.
+        arrays: its arrays.
+        note: its note.
+    """
+
+    kept: Kept
+    directory: CheckpointDirectory
+    arrays: dict[str, np.ndarray]
+    note: dict[str, Any]
+
+    def fit(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The arrays and the note of a checkpoint of a fit."""
+        if "fit" not in self.note:
+            raise CheckpointError(
+                f"The checkpoint {str(self.kept.path)!r} was saved without a fit, so it has no "
+                f"position in a dataset. Give the directory of fit(checkpoint=...)."
+            )
+        return self.arrays, self.note
+
+
+def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool = False) -> Start:
+    """The last checkpoint at or before a step that is whole; a damaged one is passed over, with a note.
 
     Args:
         checkpoint: the directory, or a `tr.Checkpoint`.
@@ -246,7 +274,7 @@ def nearest(
     """
     check_step(step)
     given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
-    if not isinstance(given, str | os.PathLike):
+    if not is_path(given):
         raise OptionError(
             f"A replay starts from a checkpoint: checkpoint= is the directory that fit(checkpoint=...) "
             f"was given. Received: checkpoint={checkpoint!r}."
@@ -260,10 +288,9 @@ def nearest(
     found = [kept for kept in directory.found() if fits is None or kept.fit < fits]
     where = str(directory.directory)
     if not found:
-        there = "contains none" if directory.directory.is_dir() else "does not exist"
         raise CheckpointError(
-            f"A replay starts from a checkpoint, and {where!r} {there}. Give the directory that "
-            f"fit(checkpoint=...) was given."
+            f"A replay starts from a checkpoint, and {where!r} {_without(directory.directory)}. Give "
+            f"the directory that fit(checkpoint=...) was given."
         )
     last = found[-1]
     if last.ended and step >= last.step + before:
@@ -278,24 +305,33 @@ def nearest(
             f"{where!r} is of step {found[0].step}: the step was trained before, or by another trainer."
         )
     # A later fit may have gone back and taken another way: its own checkpoints count.
-    return max(earlier, key=lambda kept: (kept.fit, kept.step, kept.ended)), directory
+    earlier.sort(key=lambda kept: (kept.fit, kept.step, kept.ended))
+    while True:
+        kept = earlier.pop()
+        try:
+            return Start(kept, directory, *orbax_files.read(kept.path))
+        except orbax_files.DamagedCheckpoint as error:
+            # From an earlier one the steps are the same, and are proved in the same way.
+            if not earlier or earlier[-1].fit != kept.fit:
+                raise
+            note_once(f"{error} The replay starts from the checkpoint before it.")
+
+
+def _without(where: Path) -> str:
+    """What is at a path instead of checkpoints."""
+    if os.path.isfile(where) or os.path.isfile(where / RUN_FILE):
+        return f"is {described(where)}"
+    return "contains none" if os.path.isdir(where) else "does not exist"
 
 
 def _went_back(kept: Kept) -> bool:
     """Whether the end of a fit has an earlier state, which a callback restored, so that the position in
-    the dataset is not that of its step."""
-    return kept.ended and int(orbax_files.read_note(kept.path)[0]["step"]) != kept.step
-
-
-def read_fit(kept: Kept) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """A checkpoint of a fit."""
-    arrays, note = orbax_files.read(kept.path)
-    if "fit" not in note:
-        raise CheckpointError(
-            f"The checkpoint {str(kept.path)!r} was saved without a fit, so it has no position in a "
-            f"dataset. Give the directory of fit(checkpoint=...)."
-        )
-    return arrays, note
+    the dataset is not that of its step; if it is damaged, that is not known."""
+    if not kept.ended:
+        return False
+    with contextlib.suppress(orbax_files.DamagedCheckpoint):
+        return int(orbax_files.read_note(kept.path)[0]["step"]) != kept.step
+    return True
 
 
 def recorded_in(
@@ -307,7 +343,10 @@ def recorded_in(
     """What later checkpoints know of a step: each keeps the history of its fit."""
     count, replicas = engine.accumulation.microbatches, engine.placement.replicas
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
-        arrays, note = read_fit(kept)
+        try:
+            arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()
+        except orbax_files.DamagedCheckpoint:
+            continue  # an earlier one may know the step too
         first = int(note["fit"]["progress"]["first_step"])
         if first <= step:
             return recorded.add_history(history_of(arrays, first, count, replicas))

@@ -61,6 +61,7 @@ class Rerun:
         self._feed = feed
         put_state(self.engine, arrays, note)
         bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+        # Saved between two passes: what the fit did next was to read its dataset from the start.
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
         self._longest: int = note["fit"].get("capacity") or CHUNK
@@ -195,6 +196,7 @@ def twin_of(engine: Engine, observe: Any) -> Engine:
 
 
 def _blank(form: Any) -> Any:
+    # The values of the checkpoint replace it; only shape and dtype matter.
     if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0, impl=form.dtype.name[4:-1]), form.shape)
     return np.zeros(form.shape, form.dtype)

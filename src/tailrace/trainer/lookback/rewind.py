@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
+from tailrace.trainer.lookback.replay import Comparison, nearest, recorded_in
 from tailrace.trainer.lookback.rerun import Rerun
 
 
@@ -17,14 +17,16 @@ def rewind(
     engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded, fits: int | None
 ) -> bool | None:
     """Give an engine the state before a past step; returns whether that is proved."""
-    kept, directory = nearest(checkpoint, step, fits, before=True)
+    start = nearest(checkpoint, step, fits, before=True)
+    directory = start.directory
     if step - 1 not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
-    rerun = Rerun(engine, (), dataset, *read_fit(kept), directory.directory)
+    rerun = Rerun(engine, (), dataset, *start.fit(), directory.directory)
     comparison = Comparison(recorded)
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):
             comparison.take_all(rerun.advance(end))
+        # To the host first: the engine's own state stays as it was if anything fails up to here.
         leaves = jax.tree.leaves(jax.tree.map(np.asarray, rerun.engine.state))
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = step, rerun.engine.seed

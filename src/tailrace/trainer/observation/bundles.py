@@ -15,11 +15,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.files import read_json
+from tailrace.data.counts import is_whole
+from tailrace.data.files import json_checksum, read_json
+from tailrace.data.paths import check_path
 from tailrace.errors import CheckpointError, MissingDependency, NonFiniteError
 from tailrace.messages import logger
 from tailrace.runs.info import versions
-from tailrace.trainer.checkpoints.snapshot import STATE, Snapshot, put_state, state_arrays
+from tailrace.trainer.checkpoints.orbax_files import checksum
+from tailrace.trainer.checkpoints.snapshot import Snapshot, state_arrays
 from tailrace.trainer.engine import Engine
 
 NOTE, ARRAYS, ELEMENT = "bundle.json", "arrays.safetensors", "element/"
@@ -61,9 +64,11 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
         "keys": keys,
         "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
         "dtypes": {name: str(array.dtype) for name, array in host.items()},
+        "checksums": {name: checksum(array) for name, array in host.items()},
         "text": str(failure),
         "versions": versions(),
     }
+    note["checksum"] = json_checksum(note)
     partial = where.with_name(where.name + ".unfinished")
     partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
     library.save_file({name: _plain(array) for name, array in host.items()}, str(partial / ARRAYS))
@@ -75,33 +80,42 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
 def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the note of a bundle."""
     library = import_safetensors()
-    where = Path(place)
+    where = check_path("bundle", place)
     try:
-        note = read_json(where / NOTE, CheckpointError)
-        stored = library.load_file(str(where / ARRAYS))
-        arrays = {name: stored[name].view(jnp.dtype(kind)) for name, kind in note["dtypes"].items()}
+        note = dict(read_json(where / NOTE, CheckpointError))
         if note["format"] != FORMAT:
             raise CheckpointError(
                 f"The bundle {str(where)!r} has form {note['format']!r}; this version reads {FORMAT}."
             )
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        stored = library.load_file(str(where / ARRAYS))
+        arrays = {name: stored[name].view(jnp.dtype(kind)) for name, kind in note["dtypes"].items()}
+        _check_note(note, arrays)
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors has an error class of its own
         raise CheckpointError(
             f"{str(where)!r} is no bundle, or is damaged: {type(error).__name__}: {error}"
         ) from error
     return arrays, note
 
 
-def put_bundle(
-    engine: Engine, place: str | os.PathLike[str]
-) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Give an engine the state of a bundle; returns the elements of its step, and its note."""
-    arrays, note = read_bundle(place)
-    state = {name: array for name, array in arrays.items() if name.startswith(STATE)}
-    put_state(engine, state, note)
+def _check_note(note: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Raise a ValueError if a note or an array is not what was written."""
+    for name in ("step", "seed", "elements_per_step"):
+        if not is_whole(note[name]):
+            raise ValueError(f"{name} is {note[name]!r}")
+    # Bundles of earlier versions have no checksums.
+    if "checksum" in note and note.pop("checksum") != json_checksum(note):
+        raise ValueError("bundle.json is not what was written")
+    for name, written in note.get("checksums", {}).items():
+        if checksum(arrays[name]) != written:
+            raise ValueError(f"array {name!r} is not what was written")
+
+
+def elements_in(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The elements of a bundle's step, stacked leaf by leaf."""
     count = sum(name.startswith(ELEMENT) for name in arrays)
-    return [arrays[f"{ELEMENT}{number}"] for number in range(count)], note
+    return [arrays[f"{ELEMENT}{number}"] for number in range(count)]
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

@@ -45,6 +45,11 @@ def parse_log(log: Any) -> dict[str, Any]:
     """Parse the value of `log=`, by name: True, or the argument of the value."""
     if isinstance(log, str):
         log = [log]
+    if log is not None and not isinstance(log, Iterable):
+        raise OptionError(
+            f"log= is a name among {', '.join(map(repr, NAMES))}, a list of them, or a dict. Received: "
+            f"log={log!r}."
+        )
     asked: dict[str, Any] = (
         dict(log) if isinstance(log, Mapping) else {str(name): True for name in log or ()}
     )

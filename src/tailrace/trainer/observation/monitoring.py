@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from tailrace.data.counts import check_number
 from tailrace.errors import OptionError
 
 LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "bleu", "rouge")
@@ -12,16 +13,6 @@ LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "
 
 VALIDATION = "val_"
 """The beginning of the names of values of validations."""
-
-
-def check_best(best: str | None, has_validation: bool) -> None:
-    """Refuse `tr.Checkpoint(best=...)` of a value that the fit will not have."""
-    if best is not None and best.startswith(VALIDATION) and not has_validation:
-        raise OptionError(
-            f"There will be no value {best!r} to watch: values of validations begin with 'val_' and "
-            f"need fit(validation_data=...). Received: tr.Checkpoint(best={best!r}) without "
-            f"validation_data. Give fit(validation_data=...), or a value of training: best='loss'."
-        )
 
 
 class Monitor:
@@ -40,19 +31,41 @@ class Monitor:
     def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
         if not isinstance(name, str) or not name:
             raise OptionError(f"monitor is the name of a logged value. Received: {name!r}.")
-        if mode not in ("auto", "min", "max"):
+        if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
             raise OptionError(f"mode is 'auto', 'min' or 'max'. Received: {mode!r}.")
         last = name.rsplit("/", 1)[-1].lower()
         larger = mode == "max" or (
             mode == "auto" and any(part in last for part in LARGER_IS_BETTER)
         )
-        self.name, self._sign, self._delta = name, -1 if larger else 1, abs(min_delta)
+        self.name, self._sign = name, -1 if larger else 1
+        self._delta = abs(check_number("min_delta", min_delta, at_least=None, error=OptionError))
         self.best: float | None = None
 
     @property
     def is_of_validation(self) -> bool:
         """Whether the value is one of validations."""
         return self.name.startswith(VALIDATION)
+
+    def check_validates(self, given: str, option: str, has_validation: bool) -> None:
+        """Refuse a value of validations in a fit that does not validate.
+
+        Args:
+            given: where the value was given, for the message: "tr.Checkpoint".
+            option: the name of the argument there.
+            has_validation: whether the fit validates.
+        """
+        if self.is_of_validation and not has_validation:
+            raise OptionError(
+                f"There will be no value {self.name!r} to watch: values of validations begin with "
+                f"'val_' and need fit(validation_data=...). Received: {given}({option}={self.name!r}) "
+                f"without validation_data. Give fit(validation_data=...), or a value of training: "
+                f"{option}='loss'."
+            )
+
+    def check_logged(self, names: Iterable[str]) -> None:
+        """Refuse a value of training that is not among those of the first execution."""
+        if not self.is_of_validation:
+            self.value(dict.fromkeys(names, 0.0))
 
     def is_due(self, logs: Mapping[str, float]) -> bool:
         """Whether logs have values of its kind, of validations or of training; one may be missing."""

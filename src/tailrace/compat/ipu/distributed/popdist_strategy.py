@@ -12,11 +12,22 @@ from tailrace.compat.originals.missing import missing_from
 class PopDistStrategy(IPUStrategyV1):
     """An `IPUStrategy` in each of several processes, which together train one model.
 
+    Processes are joined by `tailrace launch` or `tr.distributed.initialize`; `popdist` says which one
+    this is.
+
     Args:
         ipu_device: the logical device.
         add_ipu_cross_replica_reductions: without effect: gradients are averaged over all replicas.
-        enable_dataset_iterators: see `IPUStrategy`.
-        enable_keras_extensions: see `IPUStrategy`.
+        enable_dataset_iterators: see `IPUStrategyV1`.
+        enable_keras_extensions: see `IPUStrategyV1`.
+
+    Raises:
+        IPUValueError: `ipu_device` does not name a logical device.
+
+    >>> from tailrace.compat import ipu
+    >>> strategy = ipu.distributed.popdist_strategy.PopDistStrategy()
+    >>> strategy.num_replicas_in_sync  # of this process alone
+    1
     """
 
     def __init__(
@@ -39,7 +50,11 @@ class PopDistStrategy(IPUStrategyV1):
         return popdist.getNumTotalReplicas()
 
     def update_ipu_config(self, config: Any) -> None:
-        """Let a configuration take the devices of this process's replicas."""
+        """Let a configuration take the devices of this process's replicas.
+
+        Args:
+            config: an `IPUConfig`.
+        """
         config.auto_select_ipus = popdist.getNumLocalReplicas()
 
 

@@ -19,7 +19,22 @@ from tailrace.data.trees import Tree
 
 
 class GradientCaptureTape(GradientTape, GradientCaptureContext):
-    """A `GradientTape` that captures gradients as well."""
+    """A `GradientTape` that captures gradients too. Not inside a pipeline: tap `cotangent/...` there.
+
+    Args:
+        persistent: whether it may be asked more than once; it always may.
+        watch_accessed_variables: without effect: all variables can be differentiated.
+
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(3.0, name="w")
+    >>> def step():
+    ...     with ipu.eager.backprop.GradientCaptureTape() as tape:
+    ...         hidden = ipu.ops.grad_util_ops.capture_upstream_gradients(w * 2, tag="hidden")
+    ...         loss = hidden * 5
+    ...     return tape.gradient(loss, w), tape.captured_gradients["hidden"][0]
+    >>> [value.item() for value in ipu.ipu_compiler.compile(step)()]
+    [10.0, 5.0]
+    """
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
         GradientTape.__init__(self, persistent, watch_accessed_variables)
@@ -33,7 +48,12 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
         GradientCaptureContext.__exit__(self, *error)
 
     def gradient(self, target: TensorLike, sources: Tree) -> Any:
-        """The gradient of `target` with respect to `sources`. Captured gradients are kept."""
+        """The gradient of `target` with respect to `sources`. Captured gradients are kept.
+
+        Args:
+            target: a value of the program.
+            sources: a variable, or a list of them.
+        """
         # It is often asked behind its block: then it is opened once more.
         with contextlib.nullcontext() if active() is self else self:
             return super().gradient(target, sources)
@@ -42,9 +62,25 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
 def capture_upstream_gradients(args: Any, tag: str = "") -> Any:
     """`args` (a tree) as they are; their gradients are captured under `tag`.
 
+    Args:
+        args: a value, or a tree of them.
+        tag: the key in `captured_gradients`.
+
     Raises:
         IPURuntimeError: no tape or context is open that captures.
         IPUValueError: the tag is in use.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(3.0, name="w")
+    >>> def step():
+    ...     with ipu.eager.backprop.GradientCaptureContext() as context:
+    ...         hidden = ipu.ops.grad_util_ops.capture_upstream_gradients(w * 2, tag="hidden")
+    ...         optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.25))
+    ...         optimizer.minimize(hidden * 5, var_list=[w])
+    ...     return context.captured_gradients["hidden"][0]
+    >>> ipu.ipu_compiler.compile(step)()[0].item()
+    5.0
     """
     context = active()
     if context is None:

@@ -7,10 +7,22 @@ from typing import Any
 
 
 class GradientCaptureContext:
-    """Gradients taken inside leave those of captured values here.
+    """Gradients computed inside leave those of captured values here. Not inside a pipeline.
+
+    Make it inside the program, which is traced more than once.
 
     Attributes:
-        captured_gradients: for each tag a list with the gradient in each leaf of what was captured.
+        captured_gradients: for each tag a list with the gradient of each leaf of what was captured.
+
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(3.0, name="w")
+    >>> def step():
+    ...     with ipu.eager.backprop.GradientCaptureContext() as context:
+    ...         hidden = ipu.ops.grad_util_ops.capture_upstream_gradients(w * 2, tag="hidden")
+    ...         ipu.GradientTape().gradient(hidden * 5, w)
+    ...     return context.captured_gradients["hidden"][0]
+    >>> ipu.ipu_compiler.compile(step)()[0].item()
+    5.0
     """
 
     def __init__(self) -> None:
@@ -26,7 +38,11 @@ class GradientCaptureContext:
         _active.reset(self._token)
 
     def filled(self, found: list[Any]) -> None:
-        """Take over the gradients in the zeros, in order."""
+        """Store the gradients of the captured values, in order (called where gradients are computed).
+
+        Args:
+            found: the gradients.
+        """
         rest = iter(found)
         self.captured_gradients = {
             tag: [next(rest) for _ in zeros] for tag, zeros in self.zeros.items()

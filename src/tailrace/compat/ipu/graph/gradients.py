@@ -70,9 +70,23 @@ def watched_zero(value: TensorLike) -> Any:
 
 
 class GradientTape:
-    """Gradients with TensorFlow 2's interface; everything in a program can be differentiated.
+    """Gradients with TensorFlow 2's interface, inside a program; it replaces `tf.GradientTape` there.
 
-    The block itself does nothing. `watch` takes variables only.
+    Everything in a program can be differentiated: the block itself does nothing. `watch` takes
+    variables only. A source that the target does not depend on has a gradient of zeros.
+
+    Args:
+        persistent: whether it may be asked more than once; it always may.
+        watch_accessed_variables: without effect: all variables can be differentiated.
+
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(3.0, name="w")
+    >>> def step():
+    ...     with ipu.GradientTape() as tape:
+    ...         loss = w * w
+    ...     return tape.gradient(loss, w)
+    >>> ipu.ipu_compiler.compile(step)()[0].item()
+    6.0
     """
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
@@ -89,6 +103,9 @@ class GradientTape:
     def watch(self, variable: VariableLike) -> None:
         """Name a variable that `watched_variables` then returns.
 
+        Args:
+            variable: the variable.
+
         Raises:
             IPUTypeError: it is not a variable.
         """
@@ -104,7 +121,16 @@ class GradientTape:
         return tuple(self.watched or trainable_so_far())
 
     def gradient(self, target: TensorLike, sources: Tree) -> Any:
-        """The gradient of `target` in `sources`: one variable, or a list of them."""
+        """The gradient of `target` with respect to `sources`.
+
+        Args:
+            target: a value of the program: a float scalar, or an array, whose sum is used.
+            sources: one variable, or a list of them.
+
+        Raises:
+            IPUTypeError: the target is not a float.
+            ProgramError: it is called outside a program.
+        """
         alone = is_variable(sources)
         found = gradients(target, [sources] if alone else list(sources))
         return found[0] if alone else found

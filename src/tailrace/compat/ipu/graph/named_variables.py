@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,11 +25,16 @@ Store = dict[str, Variable]
 
 @dataclasses.dataclass(frozen=True)
 class VariableScope:
-    """What `get_variable` does inside a `variable_scope`.
+    """What `variable_scope` returns: a prefix of names, and an initializer.
 
     Attributes:
-        name: what names begin with; empty outside of all scopes.
-        initializer: for variables that say none themselves.
+        name: what names begin with; empty outside all scopes.
+        initializer: for variables that have none of their own.
+
+    >>> from tailrace.compat import ipu
+    >>> with ipu.variable_scope("encoder") as scope:
+    ...     scope.name
+    'encoder'
     """
 
     name: str = ""
@@ -56,10 +62,10 @@ def get_variable(
     trainable: bool = True,
     **options: Any,
 ) -> Variable:
-    """The variable of this name; made if there is none yet. It may be called inside a program.
+    """The variable of this name; created if there is none yet. It may be called inside a program.
 
     Args:
-        name: its name, in the scopes of `variable_scope` around.
+        name: its name, after the names of the scopes around.
         shape: its shape; None if the initializer is a value.
         dtype: its dtype; None: float32, or that of the value.
         initializer: a value, or a function of shape and dtype. None: that of the scope around, or
@@ -71,7 +77,8 @@ def get_variable(
     Raises:
         IPUValueError: the variable exists with another shape, or a regularizer is given.
 
-    >>> get_variable("doc/w", initializer=2.0) is get_variable("doc/w")
+    >>> from tailrace.compat import ipu
+    >>> ipu.get_variable("doc/w", initializer=2.0) is ipu.get_variable("doc/w")
     True
     """
     del options
@@ -87,8 +94,11 @@ def get_variable(
         given = scope.initializer if initializer is None else initializer
         given = _usual(full) if given is None else given
         kind = jnp.float32 if dtype is None else dtype
-        value = given(tuple(shape or ()), kind) if callable(given) else given
-        return Variable(value, trainable, full, dtype)
+
+        def initial() -> Any:
+            return given(tuple(shape or ()), kind) if callable(given) else given
+
+        return Variable(initial, trainable, full, dtype)
 
     found = prepared(_store.get(), full, make)
     if shape is not None and found.shape != tuple(shape):
@@ -111,10 +121,11 @@ def variable_scope(
     Args:
         name_or_scope: a name, or what an earlier `with variable_scope(...) as scope` gave.
         default_name: the name if there is none.
-        initializer: for variables inside that say none themselves.
+        initializer: for variables inside that have none of their own.
         **_: `reuse`, `use_resource`...: without effect.
 
-    >>> with variable_scope("layer"), variable_scope("dense") as scope:
+    >>> from tailrace.compat import ipu
+    >>> with ipu.variable_scope("layer"), ipu.variable_scope("dense") as scope:
     ...     print(scope.name)
     layer/dense
     """
@@ -133,24 +144,111 @@ def variable_scope(
         _around.reset(token)
 
 
+def free_scope(name: str) -> str:
+    """This name, or the next with a number, that no variable of the scope around is in."""
+    number, free = 0, name
+    while any(full.startswith(f"{_joined(_around.get().name, free)}/") for full in _store.get()):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
 def get_variable_scope() -> VariableScope:
-    """The scope around."""
+    """The `VariableScope` around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.variable_scope("encoder"):
+    ...     print(tf.get_variable_scope().name)
+    encoder
+    """
     return _around.get()
 
 
 def global_variables() -> list[Variable]:
-    """The variables that `get_variable` has made."""
+    """The variables of the graph around: those of `get_variable`, and those created in it.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     step = tf.get_variable("step", initializer=0, trainable=False)
+    ...     print(len(tf.global_variables()), len(tf.trainable_variables()))
+    1 0
+    """
     return list(_store.get().values())
 
 
-def trainable_variables() -> list[Variable]:
-    """Those of them that are trained."""
-    return [variable for variable in global_variables() if variable.trainable]
+def variables_by_name() -> Store:
+    """The same, by their names in the graph."""
+    return dict(_store.get())
+
+
+def trainable_variables(scope: str | None = None) -> list[Variable]:
+    """The variables of the graph around that are trained.
+
+    Args:
+        scope: what their names begin with.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print([variable.name for variable in tf.trainable_variables()])
+    ['w']
+    """
+    found = [variable for variable in global_variables() if variable.trainable]
+    return [variable for variable in found if variable.name.startswith(scope or "")]
+
+
+_collections: dict[int, tuple[Store, dict[str, list[Any]]]] = {}
+
+
+def collections_of_graph() -> dict[str, list[Any]]:
+    """What a program has put into collections of the graph around, by their names."""
+    store = _store.get()
+    return _collections.setdefault(id(store), (store, {}))[1]
+
+
+def enter_variable(variable: Any, name: str) -> None:
+    """Make a variable one of the graph around, under its name or the next free one."""
+    store, number, free = _store.get(), 0, name
+    while free in store:
+        number += 1
+        free = f"{name}_{number}"
+    store[free] = variable
+
+
+_slots: weakref.WeakKeyDictionary[Variable, Store] = weakref.WeakKeyDictionary()
+
+
+def slot(leaf: TensorLike) -> Variable:
+    """A variable that an optimizer keeps; the initializer of the graph around resets it, too."""
+    first = leaf.reshape(-1)[:1]
+    # Nearly all of them are filled with one number, which takes no memory to keep.
+    filled = leaf.size > 0 and bool((leaf == first).all())
+    shape, dtype = leaf.shape, leaf.dtype
+
+    def initial() -> Any:
+        return jnp.full(shape, first[0], dtype) if filled else leaf
+
+    made = Variable(initial, trainable=False, name="slot")
+    _slots[made] = _store.get()
+    return made
+
+
+def initializer() -> Callable[[], None]:
+    """What gives the variables of the graph around, and its optimizers' slots, their first values."""
+    store = _store.get()
+
+    def initialize() -> None:
+        slots = [variable for variable, home in _slots.items() if home is store]
+        for variable in (*store.values(), *slots):
+            variable.reset()
+
+    return initialize
 
 
 def forget_variables() -> None:
     """Let `get_variable` create all variables again, as in a new graph of the original."""
     _store.get().clear()
+    _collections.pop(id(_store.get()), None)
 
 
 @contextlib.contextmanager

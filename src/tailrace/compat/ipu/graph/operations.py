@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.deferred import Operation as Operation
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.data.trees import Tree
-
-
-class Operation:
-    """Something done; a body or a stage may return it behind its tensors.
-
-    In the original it had to be returned, or it was not done. Here calling what makes it is enough.
-    On the host, calling an operation does it (`initializer`, `deleter`: they have been done by then).
-    """
-
-    def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:
-        self.name, self._action = name, action
-
-    def __call__(self) -> Any:
-        """Do it."""
-        return None if self._action is None else self._action()
-
-    def __repr__(self) -> str:
-        return f"<Operation {self.name}>"
 
 
 class Undelivered(list[Any]):

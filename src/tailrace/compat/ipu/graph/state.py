@@ -203,7 +203,8 @@ def value_of(variable: VariableLike) -> Any:
 def write_host(variable: VariableLike, value: object) -> None:
     """Give a variable the value that a program left it with."""
     if _is_keras(variable):
-        variable.assign(value)
+        # Keras' own method: `tf.Variable` has one that a graph of TensorFlow 1 only describes.
+        sys.modules["keras"].Variable.assign(variable, value)
     else:
         variable.settle(value)
 

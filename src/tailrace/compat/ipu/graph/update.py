@@ -8,6 +8,7 @@ with `apply_gradients` is used as it is.
 from __future__ import annotations
 
 import contextvars
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.deferred import Deferred, Step, describing, evaluated
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
+from tailrace.compat.ipu.graph.named_variables import slot, trainable_variables
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, kept, prepared, value_of
 from tailrace.compat.ipu.graph.variables import Variable
@@ -42,16 +45,30 @@ computed: contextvars.ContextVar[Computed | None] = contextvars.ContextVar(
 
 
 class Optimizer:
-    """The interface of the original; a subclass defines `apply_gradients`.
+    """The interface of the original's optimizers; a subclass defines `apply_gradients`.
 
-    >>> class Descent(Optimizer):
+    Args:
+        name: what it is called; None: the name of the class.
+
+    >>> from tailrace.compat import ipu
+    >>> class Descent(ipu.optimizers.Optimizer):
     ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
     ...         for grad, var in grads_and_vars:
-    ...             var.assign_sub(0.5 * grad)
+    ...             var.assign_sub(0.25 * grad)
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> ipu.ipu_compiler.compile(lambda: Descent().minimize(w * w))()
+    >>> w.numpy().item()
+    1.0
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let `apply_gradients` of every optimizer take gradients that a session computes."""
+        super().__init_subclass__(**options)
+        if "apply_gradients" in vars(cls):
+            cls.apply_gradients = _applied(vars(cls)["apply_gradients"])
 
     def get_name(self) -> str:
         """The name of the optimizer."""
@@ -60,10 +77,22 @@ class Optimizer:
     def compute_gradients(
         self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **_: Any
     ) -> list[tuple[Any, Any]]:
-        """(gradient, variable) for each variable; None: all trainable ones touched so far."""
+        """(gradient, variable) for each variable.
+
+        Args:
+            loss: the loss, a value of the program.
+            var_list: the variables; None: all trainable ones touched so far.
+            **_: without effect.
+
+        Raises:
+            IPUValueError: there are no variables.
+            IPUTypeError: the loss is not a float.
+        """
         if (given := computed.get()) is not None:
             variables = given.variables if var_list is None else list(var_list)
             return [(given.of(variable), variable) for variable in variables]
+        if isinstance(loss, Deferred):  # it has a value when a session runs
+            return _described(loss, var_list)
         variables = _variables(var_list)
         return list(zip(gradients(loss, variables), variables, strict=True))
 
@@ -73,7 +102,13 @@ class Optimizer:
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Any:
-        """Change the variables; returns an operation."""
+        """Change the variables; returns an operation.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: a variable that counts steps; `minimize` counts it.
+            name: what the operation is called.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say how to apply gradients.")
 
     def minimize(
@@ -83,16 +118,25 @@ class Optimizer:
         var_list: Sequence[VariableLike] | None = None,
         name: str | None = None,
         **kwargs: Any,
-    ) -> Operation:
-        """Compute the gradients of a loss, a value or a function that returns it, and apply them."""
-        if hasattr(loss, "minimized_by"):  # it has a value when a session runs
-            return loss.minimized_by(
-                lambda value: self.minimize(value, global_step, var_list, name, **kwargs)
-            )
+    ) -> Any:
+        """Compute the gradients of a loss, a value or a function that returns it, and apply them.
+
+        Args:
+            loss: the loss.
+            global_step: a variable to which one is added.
+            var_list: the variables; None: all trainable ones touched so far.
+            name: what the operation is called.
+            **kwargs: for `compute_gradients`.
+        """
+        if isinstance(loss, Deferred):  # it has a value when a session runs
+
+            def minimize(feed: Any) -> Any:
+                return self.minimize(loss.value(feed), global_step, var_list, name, **kwargs)
+
+            return Step(minimize, name or "minimize")
         loss = loss() if callable(loss) and not is_variable(loss) else loss
         pairs = self.compute_gradients(loss, var_list, **kwargs)
         self.apply_gradients(pairs, global_step, name)
-        count_step(global_step)
         return Operation(name or self.get_name())
 
     def variables(self) -> list[Any]:
@@ -104,9 +148,49 @@ class Optimizer:
         return []
 
     def get_slot(self, var: VariableLike, name: str) -> Any:
-        """The variable of a kind that it keeps for `var`, or None."""
+        """The variable of a kind that it keeps for `var`, or None.
+
+        Args:
+            var: a variable.
+            name: the kind.
+        """
         del var, name
         return None
+
+
+def _applied(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        if describing() or any(isinstance(grad, Deferred) for grad, _ in pairs):
+
+            def apply(feed: Any) -> Any:
+                return self.apply_gradients(evaluated(pairs, feed), *args, **kwargs)
+
+            return Step(apply, "apply_gradients")
+        outermost = not _applying.get()
+        token = _applying.set(True)
+        try:
+            out = plain(self, pairs, *args, **kwargs)
+        finally:
+            _applying.reset(token)
+        step = kwargs.get("global_step", args[0] if args else None)
+        if outermost and is_variable(step):
+            count_step(step)
+        return out
+
+    return apply_gradients
+
+
+_applying: contextvars.ContextVar[bool] = contextvars.ContextVar("ipu_applying", default=False)
+"""Whether an optimizer is applying gradients: those that it wraps do not count the step again."""
+
+
+def _described(loss: Deferred, var_list: Sequence[VariableLike] | None) -> list[tuple[Any, Any]]:
+    """(gradient, variable), computed when a session runs; None: all trainable ones of the graph."""
+    variables = _checked(trainable_variables() if var_list is None else var_list)
+    whole = Step(lambda feed: gradients(loss.value(feed), variables), "gradients", changes=False)
+    return [(whole[number], variable) for number, variable in enumerate(variables)]
 
 
 def count_step(global_step: VariableLike) -> None:
@@ -116,10 +200,13 @@ def count_step(global_step: VariableLike) -> None:
 
 
 def _variables(var_list: Sequence[VariableLike] | None) -> list[Any]:
-    variables = list(trainable_so_far() if var_list is None else var_list)
+    return _checked(trainable_so_far() if var_list is None else var_list)
+
+
+def _checked(variables: Sequence[VariableLike]) -> list[Any]:
     if not variables:
         raise IPUValueError("No variables to optimize.")
-    return variables
+    return list(variables)
 
 
 class OptaxOptimizer(Optimizer):
@@ -153,11 +240,11 @@ class OptaxOptimizer(Optimizer):
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
         variables = [var for _, var in pairs]
         slots, structure, _ = self.slots_of(variables)
-        state = jax.tree.unflatten(structure, [slot.value() for slot in slots])
+        state = jax.tree.unflatten(structure, [each.value() for each in slots])
         values = [jnp.asarray(value_of(var)) for var in variables]
         updates, state = self.transformation.update([grad for grad, _ in pairs], state, values)
-        for slot, value in zip(slots, jax.tree.leaves(state), strict=True):
-            slot.assign(value)
+        for each, value in zip(slots, jax.tree.leaves(state), strict=True):
+            each.assign(value)
         after: Any = optax.apply_updates(values, updates)
         for var, value in zip(variables, after, strict=True):
             var.assign(value)
@@ -170,14 +257,14 @@ class OptaxOptimizer(Optimizer):
             init = self._init or self.transformation.init
             state = init([jnp.asarray(value_of(var)) for var in variables])
             leaves, structure = jax.tree.flatten(state)
-            slots = [Variable(leaf, trainable=False, name="slot") for leaf in leaves]
+            slots = [slot(jnp.asarray(leaf)) for leaf in leaves]
             return slots, structure, variables  # kept, so that no other takes their identity
 
         return prepared(self._states, tuple(map(id, variables)), make)
 
     def variables(self) -> list[Any]:
         """Everything that the transformation keeps."""
-        return [slot for slots, _, _ in self._states.values() for slot in slots]
+        return [each for slots, _, _ in self._states.values() for each in slots]
 
 
 class KerasOptimizer(Optimizer):

@@ -11,6 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.deferred import (
+    Deferred,
+    Operation,
+    current_session,
+    deferred_call,
+    describing,
+    later,
+    value_now,
+)
 from tailrace.compat.ipu.graph.state import current
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
@@ -20,7 +29,7 @@ reads: list[Callable[[Any, Any], Any]] = []
 
 
 class Variable:
-    """An array that programs read and change.
+    """An array that programs read and change; it replaces `tf.Variable`.
 
     Arithmetic takes it as it is; to functions of `jax.numpy`, give `variable.value()`.
 
@@ -31,9 +40,10 @@ class Variable:
         dtype: None keeps that of the value; Python's floats become float32.
 
     Raises:
-        ProgramError: it is made inside a program, which is traced more than once.
+        ProgramError: it is created inside a program, which is traced more than once.
 
-    >>> w = Variable(2.0, name="w")
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(2.0, name="w")
     >>> w.assign_add(0.5)
     <Variable w, float32[], 2.5>
     >>> print(w * 2)
@@ -53,14 +63,16 @@ class Variable:
                 f"Variable({name!r}) is made inside. Make it before, or use get_variable(name, ...), "
                 f"which finds it again."
             )
-        value = initial_value() if callable(initial_value) else initial_value
         self.trainable, self.name = bool(trainable), name or "Variable"
-        self._value = _array(value, dtype)
+        # A function can be asked again; keeping an array would take its memory twice.
+        self._initial = initial_value if callable(initial_value) else None
+        value = initial_value() if callable(initial_value) else initial_value
+        self._value = _array(value_now(value), dtype)
 
     # -- reading --------------------------------------------------------------------------------
 
     def value(self) -> jax.Array:
-        """The value it has now: in a program, at this place of it."""
+        """The current value; inside a program, the one at this place of it."""
         scope = current()
         found = None if scope is None else scope.read(self)
         if scope is None:
@@ -68,8 +80,13 @@ class Variable:
                 noted(self, self._value)
         return self._value if found is None else found
 
-    read_value = value
-    """The same, as the original also calls it."""
+    def read_value(self) -> Any:
+        """The value; in a graph of TensorFlow 1, that which it has when a session runs."""
+        return deferred_call(Variable.value, (self,), {}) if describing() else self.value()
+
+    def eval(self, session: Any = None) -> Any:
+        """The value, in a session or the one around."""
+        return (session or current_session()).run(self)
 
     def numpy(self) -> np.ndarray:
         """The value as a numpy array."""
@@ -82,10 +99,30 @@ class Variable:
         del copy
         return np.asarray(self.value(), dtype)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # Without this numpy would compute `np.float32(2) * variable` itself, from its value of now.
+        if method != "__call__" or kwargs:
+            return getattr(ufunc, method)(*map(np.asarray, inputs), **kwargs)
+        return _computed(getattr(jnp, ufunc.__name__), *inputs)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, which never changes."""
         return self._value.shape
+
+    def get_shape(self) -> Any:
+        """The same, as the original's class of shapes."""
+        return later.get("shape", tuple)(self.shape)
+
+    def load(self, value: TensorLike, session: Any = None) -> None:
+        """Give it another value at once, also in a graph of TensorFlow 1."""
+        del session
+        self.settle(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
+
+    @property
+    def op(self) -> Any:
+        """What has its name, as the original's operations have."""
+        return self
 
     @property
     def dtype(self) -> Any:
@@ -100,11 +137,16 @@ class Variable:
     # -- writing --------------------------------------------------------------------------------
 
     def assign(self, value: TensorLike) -> Variable:
-        """Give it another value, of its shape; the dtype stays.
+        """Set another value, of the same shape; the dtype stays.
+
+        Args:
+            value: the value.
 
         Raises:
             IPUValueError: the value has another shape.
         """
+        if describing():
+            return self._when_run("assign", value)
         value = jnp.asarray(value).astype(self.dtype)
         if value.shape != self.shape:
             raise IPUValueError(
@@ -119,24 +161,51 @@ class Variable:
         return self
 
     def assign_add(self, delta: TensorLike) -> Variable:
-        """Add to it."""
+        """Add to it.
+
+        Args:
+            delta: what to add.
+        """
+        if describing():
+            return self._when_run("assign_add", delta)
         return self.assign(self.value() + jnp.asarray(delta).astype(self.dtype))
 
     def assign_sub(self, delta: TensorLike) -> Variable:
-        """Subtract from it."""
+        """Subtract from it.
+
+        Args:
+            delta: what to subtract.
+        """
+        if describing():
+            return self._when_run("assign_sub", delta)
         return self.assign(self.value() - jnp.asarray(delta).astype(self.dtype))
 
+    def _when_run(self, method: str, value: TensorLike) -> Any:
+        return deferred_call(getattr(Variable, method), (self, value), {})
+
+    def reset(self) -> None:
+        """Give it the value that it was made with, if it was made with a function."""
+        if self._initial is not None:
+            self._value = _array(value_now(self._initial()), self.dtype)
+
+    @property
+    def initializer(self) -> Any:
+        """An operation that does the same."""
+        return Operation(f"initializer of {self.name}", self.reset)
+
+    def initialized_value(self) -> Any:
+        """The value, for the initial value of another: those are computed in the order of making."""
+        return self.read_value()
+
     def settle(self, value: TensorLike) -> None:
-        """Take the value that a program left it with (called when the program has run)."""
+        """Set the value that a program left it with (called when the program has run).
+
+        Args:
+            value: the value.
+        """
         self._value = value
 
     # -- as an array ----------------------------------------------------------------------------
-
-    def __getitem__(self, key: Any) -> jax.Array:
-        return self.value()[key]
-
-    def __neg__(self) -> jax.Array:
-        return -self.value()
 
     def __float__(self) -> float:
         return float(self.value())
@@ -149,21 +218,23 @@ class Variable:
         return f"<Variable {self.name}, {self.dtype}{list(self.shape)}{shown}>"
 
 
-def _both_ways(name: str) -> None:
+def _computed(function: Callable[..., Any], *args: Any) -> Any:
+    if describing() or any(isinstance(arg, Deferred) for arg in args):
+        return deferred_call(_computed, (function, *args), {})
+    return function(*map(_plain, args))
+
+
+def _methods(name: str, both_ways: bool) -> None:
     function = getattr(operator, name)
-
-    def forward(self: Variable, other: object) -> Any:
-        return function(self.value(), _plain(other))
-
-    def backward(self: Variable, other: object) -> Any:
-        return function(_plain(other), self.value())
-
-    setattr(Variable, f"__{name}__", forward)
-    setattr(Variable, f"__r{name}__", backward)
+    setattr(Variable, f"__{name}__", lambda *args: _computed(function, *args))
+    if both_ways:
+        setattr(Variable, f"__r{name}__", lambda self, other: _computed(function, other, self))
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    _both_ways(_name)
+    _methods(_name, both_ways=True)
+for _name in ("getitem", "neg", "abs", "lt", "le", "gt", "ge"):
+    _methods(_name, both_ways=False)
 
 
 def _plain(value: object) -> Any:

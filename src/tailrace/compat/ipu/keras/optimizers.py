@@ -32,6 +32,15 @@ def GradientAccumulationOptimizer(
         dtype: of the accumulators: None, a dtype, or a function of the variable.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: the name of the wrapper.
+
+    Raises:
+        IPUValueError: there is no such reduction, or the state is shared out without being offloaded.
+
+    >>> from tailrace.compat.ipu.keras import optimizers  # before Keras, which then runs on JAX
+    >>> import keras
+    >>> optimizer = optimizers.GradientAccumulationOptimizer(keras.optimizers.SGD(0.1), 4)
+    >>> type(optimizer).__name__
+    'GradientAccumulationOptimizer'
     """
     check_sharding(offload_weight_update_variables, replicated_optimizer_state_sharding)
     method = GradientAccumulationReductionMethod.parse_reduction_method(reduction_method)

@@ -21,8 +21,25 @@ def all_gather(x: TensorLike, replication_factor: int, name: str | None = None) 
 
     Args:
         x: the value, or a list of them.
-        replication_factor: how many neighbouring replicas are a group.
+        replication_factor: how many neighbouring replicas form a group.
         name: without effect.
+
+    Raises:
+        IPUTypeError: the factor is not an integer.
+        InvalidArgumentError: it does not divide the number of replicas.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.auto_select_ipus = 2
+    >>> cfg.configure_ipu_system()
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> def numbers():
+    ...     index = ipu.ops.replication_ops.replication_index()
+    ...     outfeed.enqueue(ipu.ops.all_to_all_op.all_gather(index, replication_factor=2))
+    >>> ipu.ipu_compiler.compile(numbers)()
+    >>> outfeed.dequeue().tolist()  # one pass, two replicas, the numbers of both
+    [[[0, 1], [0, 1]]]
+    >>> ipu.config.reset_ipu_configuration()
     """
     del name
     groups = Groups.of(replication_factor, "replication_factor")
@@ -46,8 +63,15 @@ def all_to_all(
         name: without effect.
 
     Raises:
+        IPUTypeError: the factor is not an integer.
         InvalidArgumentError: the dimension cannot be cut into as many parts as there are
             replicas.
+
+    >>> from tailrace.compat import ipu
+    >>> def swap(x):
+    ...     return ipu.ops.all_to_all_op.all_to_all(x, 0, 0, replication_factor=1)
+    >>> ipu.ipu_compiler.compile(swap, [[1.0, 2.0]])()[0].tolist()  # one replica keeps its own
+    [1.0, 2.0]
     """
     del name
     x = as_array(x)

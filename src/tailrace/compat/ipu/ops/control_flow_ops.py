@@ -15,12 +15,16 @@ from tailrace.data.array_like import TensorLike
 def barrier(
     tensors: TensorLike, insert_barrier_for_gradients: bool = False, name: str | None = None
 ) -> Any:
-    """The tensors themselves, none of which can be used before all are computed.
+    """The tensors themselves; none of them can be used before all are computed.
 
     Args:
         tensors: a value, or a nest of them.
         insert_barrier_for_gradients: without effect: gradients have a barrier too.
         name: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> [float(x) for x in ipu.ops.control_flow_ops.barrier([1.0, 2.0])]
+    [1.0, 2.0]
     """
     del insert_barrier_for_gradients, name
     return lax.optimization_barrier(jax.tree.map(as_array, tensors))

@@ -21,9 +21,22 @@ def cross_replica_sum(
 
     Args:
         x: the value.
-        replica_group_size: how many neighbouring replicas are added up: with 2 of 4, replicas 0 and 1
+        replica_group_size: how many neighbouring replicas are summed: with 2 of 4, replicas 0 and 1
             get their sum, and 2 and 3 theirs. None: all.
         name: without effect.
+
+    Raises:
+        IPUTypeError: the size is not an integer.
+        InvalidArgumentError: it does not divide the number of replicas.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.auto_select_ipus = 2
+    >>> cfg.configure_ipu_system()
+    >>> total = ipu.ipu_compiler.compile(ipu.ops.cross_replica_ops.cross_replica_sum, [3.0])
+    >>> total()[0].item()
+    6.0
+    >>> ipu.config.reset_ipu_configuration()
     """
     del name
     if replica_group_size is None:
@@ -34,7 +47,22 @@ def cross_replica_sum(
 def cross_replica_mean(
     x: TensorLike, replica_group_size: int | None = None, name: str | None = None
 ) -> Any:
-    """The mean of `x` over replicas, on each of them; see `cross_replica_sum`."""
+    """The mean of `x` over replicas, on each of them.
+
+    Args:
+        x: the value.
+        replica_group_size: how many neighbouring replicas are averaged; None: all.
+        name: without effect.
+
+    Raises:
+        IPUTypeError: the size is not an integer.
+        InvalidArgumentError: it does not divide the number of replicas.
+
+    >>> from tailrace.compat import ipu
+    >>> mean = ipu.ipu_compiler.compile(ipu.ops.cross_replica_ops.cross_replica_mean, [3.0])
+    >>> mean()[0].item()
+    3.0
+    """
     del name
     if replica_group_size is None:
         return engine.cross_replica_mean(as_array(x))
@@ -42,11 +70,16 @@ def cross_replica_mean(
 
 
 def assume_equal_across_replicas(tensors: TensorLike, inplace: bool = False) -> Any:
-    """The tensors themselves, which replicas are said to have in common.
+    """The tensors themselves, declared to be equal on all replicas.
 
     Args:
         tensors: a value, or a nest of them. That they are equal is not checked.
         inplace: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> same = ipu.ops.cross_replica_ops.assume_equal_across_replicas
+    >>> ipu.ipu_compiler.compile(lambda x: same(x), [3.0])()[0].item()
+    3.0
     """
     del inplace
     return jax.tree.map(lambda x: mark(as_array(x), Tag("equal at the end")), tensors)

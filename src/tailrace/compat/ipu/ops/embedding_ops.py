@@ -27,6 +27,12 @@ def embedding_lookup(
         serialization_factor: in how many pieces the original looked them up; without effect.
         indices_are_sorted: whether they are in order.
         name: without effect.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> table = np.arange(6, dtype=np.float32).reshape(3, 2)
+    >>> ipu.ops.embedding_ops.embedding_lookup(table, np.array([2, 0])).tolist()
+    [[4.0, 5.0], [0.0, 1.0]]
     """
     del serialization_factor, name
     return jnp.take(as_array(params), as_array(ids), axis=0, indices_are_sorted=indices_are_sorted)

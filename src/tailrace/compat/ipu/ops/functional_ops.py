@@ -14,13 +14,20 @@ def outlined_function(
     keep_input_layouts: Any = None,
     name: str | None = None,
 ) -> Any:
-    """The function itself: how often its code is in the program is the compiler's affair here.
+    """The function itself: how often its code is in the program is up to the compiler here.
 
     Args:
         func: the function; None to use this as a decorator with arguments.
         unique_sharding: without effect.
         keep_input_layouts: without effect.
         name: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> @ipu.outlined_function
+    ... def double(x):
+    ...     return x * 2
+    >>> double(4)
+    8
     """
     del unique_sharding, keep_input_layouts, name
     return (lambda function: function) if func is None else func

@@ -13,10 +13,26 @@ from tailrace.records.print_tensor import print_tensor as engine_print
 
 
 def print_tensor(input: TensorLike, name: str = "") -> Operation:
-    """Print a value to stderr each time this is reached.
+    """Print a value to standard error each time this is reached.
 
     As in the original it returns an operation, not the value. To print the gradient too, use
     `tr.print_tensor`, and go on with what it returns.
+
+    Args:
+        input: the value.
+        name: the text in front of it.
+
+    Returns:
+        An operation.
+
+    Raises:
+        ProgramError: it is called outside a program.
+
+    >>> from tailrace.compat import ipu
+    >>> def step(x):
+    ...     return x + 1, ipu.ops.internal_ops.print_tensor(x, "x")
+    >>> ipu.ipu_compiler.compile(step, [1.0])()[0].item()  # and `x = 1` on standard error
+    2.0
     """
     scope = current()
     if scope is None or not scope.looking:
@@ -30,8 +46,18 @@ def fifo(x: TensorLike, depth: int, offload: bool = False, name: str | None = No
     Args:
         x: the value; each pass of a loop puts one in and takes one out.
         depth: how many are kept. Below 1, `x` itself is returned.
-        offload: where they lay there; without effect.
+        offload: where the original kept them; without effect.
         name: without effect.
+
+    Raises:
+        ProgramError: it is called outside a program.
+
+    >>> from tailrace.compat import ipu
+    >>> def body(x, _):
+    ...     return x + 1, ipu.ops.internal_ops.fifo(x, depth=2)
+    >>> program = ipu.ipu_compiler.compile(lambda: ipu.loops.repeat(5, body, [10.0, 0.0]))
+    >>> [value.item() for value in program()]  # the fifth pass sees the value of the third
+    [15.0, 12.0]
     """
     del offload, name
     x = as_array(x)
@@ -51,18 +77,52 @@ def fifo(x: TensorLike, depth: int, offload: bool = False, name: str | None = No
 
 
 def remap(x: TensorLike, name: str | None = None) -> Any:
-    """The value unchanged: the compiler decides about its memory layout here."""
+    """The value unchanged: its memory layout is up to the compiler here.
+
+    Args:
+        x: the value.
+        name: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.ops.internal_ops.remap([1.0, 2.0]).tolist()
+    [1.0, 2.0]
+    """
     del name
     return as_array(x)
 
 
 def remap_deduce(x: TensorLike, name: str | None = None) -> Any:
-    """The value itself; see `remap`."""
+    """The value unchanged; see `remap`.
+
+    Args:
+        x: the value.
+        name: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.ops.internal_ops.remap_deduce([1.0, 2.0]).tolist()
+    [1.0, 2.0]
+    """
     return remap(x, name)
 
 
 def get_current_iteration_counter(name: str | None = None, **_: Any) -> Any:
-    """Which mini-batch of the current run of the pipeline this is, from 0."""
+    """Which mini-batch of the current run of a pipeline this is, from 0.
+
+    The same as `pipelining_ops.get_current_iteration_counter`.
+
+    Args:
+        name: without effect.
+        **_: without effect.
+
+    Raises:
+        IPURuntimeError: it is called outside a pipeline.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.ops.internal_ops.get_current_iteration_counter()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    tailrace.compat.ipu.errors.IPURuntimeError: ... may only be used inside a pipeline.
+    """
     del name
     from tailrace.compat.ipu.ops import pipelining_ops  # which needs more than this file
 

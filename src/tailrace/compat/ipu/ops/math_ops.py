@@ -23,7 +23,9 @@ def serialized_matmul(
     transpose_b: bool = False,
     name: str | None = None,
 ) -> Any:
-    """The product of two matrices, or of as many as there are in a batch.
+    """The product of two matrices, or of batches of them.
+
+    The original computed it piece by piece to save the chip's memory; here it is computed at once.
 
     Args:
         a: the left one.
@@ -37,6 +39,12 @@ def serialized_matmul(
 
     Raises:
         IPUValueError: there is no such dimension.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> a, b = np.ones((2, 3), np.float32), np.ones((3, 1), np.float32)
+    >>> ipu.ops.math_ops.serialized_matmul(a, b, 3, "a_columns").tolist()
+    [[3.0], [3.0]]
     """
     del serialization_factor, name
     if serialization_dimension not in _DIMENSIONS:
@@ -51,13 +59,19 @@ def serialized_matmul(
 def segment_sum(
     data: TensorLike, segment_ids: TensorLike, num_segments: int, name: str | None = None
 ) -> Any:
-    """The sums of the rows that belong together.
+    """The sums of the rows of each segment.
 
     Args:
         data: the rows.
         segment_ids: for each row, the number of its segment, in ascending order.
         num_segments: how many segments there are.
         name: without effect.
+
+    >>> import numpy as np
+    >>> from tailrace.compat import ipu
+    >>> rows = np.array([1, 2, 4], np.float32)
+    >>> ipu.ops.math_ops.segment_sum(rows, np.array([0, 0, 1]), num_segments=2).tolist()
+    [3.0, 4.0]
     """
     del name
     return jax.ops.segment_sum(

@@ -66,6 +66,9 @@ def pipeline(
 ) -> Operation:
     """Run mini-batches through stages on several devices; with an optimizer, train.
 
+    Call it in a function given to `ipu_compiler.compile`, alone or with `inputs`. All mini-batches of
+    an execution use the same weights, so the schedule changes no result.
+
     Args:
         computational_stages: a function for each stage; a list of functions for concurrent ones.
         gradient_accumulation_count: how many mini-batches go through before the weights change.
@@ -79,7 +82,7 @@ def pipeline(
         optimizer_function: called with the outputs of the last stage; returns an
             `OptimizerFunctionOutput`.
         device_mapping: the device of each stage; None: one after the other.
-        pipeline_schedule: Grouped unless said otherwise.
+        pipeline_schedule: a `PipelineSchedule`; None: Grouped.
         recomputation_mode: checked; activations are recomputed if the configuration allows it.
         forward_propagation_stages_poplar_options: checked, and noted.
         backward_propagation_stages_poplar_options: checked, and noted.
@@ -101,6 +104,40 @@ def pipeline(
 
     Returns:
         An operation: it changes variables and sends values out.
+
+    Raises:
+        IPUValueError: an argument has a value it may not have.
+        IPUTypeError: an argument has the wrong type.
+        IPUNotImplementedError: `continuous_weight_updates`, or batch serialization with another
+            schedule than Sequential.
+        UnimplementedError: the schedule does not go with the recomputation mode.
+        FailedPreconditionError: the stages, feeds or mini-batches do not fit together.
+
+    >>> import numpy as np
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.auto_select_ipus = 2
+    >>> cfg.configure_ipu_system()
+    >>> w = ipu.Variable(0.0, name="w")
+    >>> infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32(1)] * 4)
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> def optimizer_function(loss):
+    ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.25), loss)
+    >>> def training():
+    ...     return ipu.pipelining_ops.pipeline(
+    ...         [lambda x: w * x, lambda y: (y - 1) ** 2],
+    ...         gradient_accumulation_count=4,
+    ...         infeed_queue=infeed,
+    ...         outfeed_queue=outfeed,
+    ...         optimizer_function=optimizer_function,
+    ...         reduction_method="mean",
+    ...     )
+    >>> _ = infeed.initializer
+    >>> ipu.ipu_compiler.compile(training)()
+    >>> outfeed.dequeue()[0].tolist(), w.numpy().item()
+    ([1.0, 1.0, 1.0, 1.0], 0.5)
+    >>> ipu.config.reset_ipu_configuration()
     """
     options = PipelineOptions(**{key: value for key, value in locals().items()})
     options.check()
@@ -108,9 +145,17 @@ def pipeline(
 
 
 def recomputation_checkpoint(tensors: TensorLike, name: str | None = None) -> Any:
-    """Mark values that are kept rather than computed again; they are returned.
+    """Mark values in a stage that are kept rather than recomputed; they are returned.
 
     It counts where recomputation and backward pass are interleaved; see `RecomputationMode`.
+
+    Args:
+        tensors: a value, or a nest of them.
+        name: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> float(ipu.pipelining_ops.recomputation_checkpoint(2.0))  # outside a pipeline: the value
+    2.0
     """
     del name
     return engine_checkpoint(tensors)
@@ -120,7 +165,19 @@ def get_current_iteration_counter() -> Any:
     """Which mini-batch of the current run of the pipeline this is, from 0.
 
     Raises:
-        IPURuntimeError: it is called outside of a pipeline.
+        IPURuntimeError: it is called outside a pipeline.
+
+    >>> from tailrace.compat import ipu
+    >>> outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    >>> def numbered():
+    ...     counter = ipu.pipelining_ops.get_current_iteration_counter
+    ...     stages = [lambda: counter(), lambda number: number]
+    ...     return ipu.pipelining_ops.pipeline(
+    ...         stages, 4, outfeed_queue=outfeed, device_mapping=[0, 0]
+    ...     )
+    >>> ipu.ipu_compiler.compile(numbered)()
+    >>> outfeed.dequeue().tolist()
+    [0, 1, 2, 3]
     """
     scope = current()
     if scope is None:

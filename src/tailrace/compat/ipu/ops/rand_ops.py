@@ -25,15 +25,24 @@ def dropout(
 ) -> Any:
     """Set elements to zero at random; the others grow by 1 / (1 - rate).
 
+    The random numbers are not those of the original.
+
     Args:
         x: the value.
         rate: how probable it is that an element is set to zero.
         noise_shape: the shape in which elements are chosen, if not that of `x`.
         seed: two integers: the same elements each time. None: others in each step.
         name: without effect.
+        **_: without effect.
 
     Raises:
         IPUValueError: the rate is not in [0, 1).
+        ProgramError: there is no seed, and it is called outside a program.
+
+    >>> from tailrace.compat import ipu
+    >>> dropped = ipu.ops.rand_ops.dropout([1.0] * 8, rate=0.5, seed=[1, 2])
+    >>> set(dropped.tolist()) <= {0.0, 2.0}
+    True
     """
     del name
     if not 0 <= rate < 1:

@@ -33,15 +33,22 @@ def reduce_scatter(
     """Reduce a value over the replicas of a group; each gets a share of the result.
 
     Args:
-        x: a value of one dimension, or a list of them. It is filled up with zeros, so that it has
-            equal shares.
-        replication_factor: how many neighbouring replicas are a group.
+        x: a value of one dimension, or a list of them. It is padded with zeros to equal shares.
+        replication_factor: how many neighbouring replicas form a group.
         op: "COLLECTIVE_OP_ADD", ..._MUL, _MIN, _MAX, _LOGICAL_AND, _LOGICAL_OR, _SQUARE_ADD, _MEAN;
             "COLLECTIVE_OP_LOCAL" takes the share of this replica's own value.
         name: without effect.
 
     Raises:
-        IPUValueError: there is no such reduction.
+        IPUValueError: there is no such reduction, or a value has another number of dimensions.
+        IPUTypeError: the factor is not an integer.
+        InvalidArgumentError: it does not divide the number of replicas.
+
+    >>> from tailrace.compat import ipu
+    >>> def add(x):
+    ...     return ipu.ops.reduce_scatter_op.reduce_scatter(x, replication_factor=1)
+    >>> ipu.ipu_compiler.compile(add, [[1.0, 2.0]])()[0].tolist()  # one replica gets everything
+    [1.0, 2.0]
     """
     del name
     kind = op.removeprefix("COLLECTIVE_OP_")

@@ -9,7 +9,18 @@ from tailrace.program.in_program import replica
 
 
 def replication_index(name: str | None = None) -> Any:
-    """The number of the replica that computes, from 0, as an int32 scalar."""
+    """The number of the replica that computes, from 0, as an int32 scalar.
+
+    Args:
+        name: without effect.
+
+    Raises:
+        ProgramError: it is called outside a program.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.ipu_compiler.compile(lambda: ipu.ops.replication_ops.replication_index())()[0].item()
+    0
+    """
     del name
     return replica()
 

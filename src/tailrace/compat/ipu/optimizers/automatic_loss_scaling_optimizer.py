@@ -23,27 +23,36 @@ from tailrace.program.in_program import cross_replica_sum
 
 
 class ALSOptimizer(IpuOptimizer):
-    """Scales the loss, unscales the gradients, and adapts the scale to what the gradients look like.
+    """Scales the loss, unscales the gradients, and adapts the scale to the size of the gradients.
+
+    Statistics are those of all float16 gradients, over all replicas; the original captured some of
+    them. Not inside a pipeline.
 
     Args:
         opt: the optimizer inside.
         initial_loss_scaling_factor: the scale at first, a power of two.
-        update_frequency: after how many updates the scale is looked at again.
+        update_frequency: after how many updates the scale is adapted.
         increase_factor: by what it grows or shrinks, a power of two.
         max_loss_scaling_factor: it stays below this, a power of two.
         accumulate_statistics_over_update_period: whether every update counts, or only those in which
-            the scale is looked at.
+            the scale is adapted.
         ratio_threshold: the share of large gradients above which the scale shrinks.
         captured_grads_only: refused: gradients are not captured here.
         lpf_alpha: how much of the statistics is kept when new ones come.
         histogram_bin_edge: from where on a gradient is large.
         name: what it is called.
 
-    Statistics are those of float16 gradients, over all replicas.
-
     Raises:
         IPUValueError: an argument has a value it may not have.
         IPUNotImplementedError: `captured_grads_only` is set.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(2.0, name="w", dtype="float16")
+    >>> optimizer = ipu.optimizers.ALSOptimizer(optax.sgd(0.25), update_frequency=1)
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> w.numpy().item(), float(optimizer.loss_scaling_factor)
+    (1.0, 2.0)
     """
 
     def __init__(
@@ -149,7 +158,13 @@ class ALSOptimizer(IpuOptimizer):
     def compute_gradients(
         self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
     ) -> Any:
-        """The gradients of the scaled loss."""
+        """The gradients of the scaled loss.
+
+        Args:
+            loss: the loss.
+            var_list: the variables; None: all trainable ones touched so far.
+            **kwargs: for the optimizer inside.
+        """
         loss = jnp.asarray(loss)
         return super().compute_gradients(
             loss * self.loss_scaling_factor.astype(loss.dtype), var_list, **kwargs
@@ -161,7 +176,13 @@ class ALSOptimizer(IpuOptimizer):
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Any:
-        """Unscale and apply; then look at the scale, if it is time."""
+        """Unscale and apply the gradients; then adapt the scale, if it is time.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: without effect; `minimize` counts.
+            name: what the operation is called.
+        """
         pairs = list(grads_and_vars)
         scale, number = self.loss_scaling_factor, self.update_counter
         halves = [grad for grad, _ in pairs if grad is not None and grad.dtype == jnp.float16]
@@ -211,8 +232,28 @@ class ALSOptimizer(IpuOptimizer):
 class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
     """`GradientAccumulationOptimizerV2` around an `ALSOptimizer`.
 
+    Args:
+        als_optimizer: the optimizer that scales.
+        num_mini_batches: how many gradients make an update.
+        offload_weight_update_variables: noted; the state stays on the device.
+        replicated_optimizer_state_sharding: noted, likewise.
+        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
+        name: what it is called.
+
     Raises:
-        IPUValueError: `als_optimizer` is not an ALSOptimizer.
+        IPUValueError: `als_optimizer` is not an ALSOptimizer, or `num_mini_batches` is not positive.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(1.0, name="w", dtype="float16")
+    >>> scaling = ipu.optimizers.ALSOptimizer(optax.sgd(0.25))
+    >>> optimizer = ipu.optimizers.ALSGradientAccumulationOptimizer(scaling, num_mini_batches=2)
+    >>> def training():
+    ...     return ipu.loops.repeat(2, lambda: optimizer.minimize(w * w))
+    >>> ipu.ipu_compiler.compile(training)()
+    >>> w.numpy().item()  # 1 - 0.25 * (2 + 2)
+    0.0
     """
 
     def __init__(

@@ -11,7 +11,25 @@ from tailrace.program.in_program import cross_replica_mean
 
 
 class CrossReplicaOptimizer(IpuOptimizer):
-    """Gives the inner optimizer the mean of each gradient over all replicas."""
+    """Gives the inner optimizer the mean of each gradient over all replicas.
+
+    Args:
+        opt: the optimizer inside: an optax transformation, a Keras optimizer, or an object with
+            `apply_gradients(grads_and_vars)`.
+        name: what it is called.
+
+    Raises:
+        IPUTypeError: `opt` is not an optimizer.
+        FailedPreconditionError: it wraps an optimizer that must be the outermost.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.25))
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> w.numpy().item()
+    1.0
+    """
 
     def apply_gradients(
         self,
@@ -19,7 +37,13 @@ class CrossReplicaOptimizer(IpuOptimizer):
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Any:
-        """Average, then apply; a gradient that is None stays None."""
+        """Average, then apply; a gradient that is None stays None.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: without effect; `minimize` counts.
+            name: what the operation is called.
+        """
         averaged = [
             (None if grad is None else cross_replica_mean(grad), var)
             for grad, var in grads_and_vars

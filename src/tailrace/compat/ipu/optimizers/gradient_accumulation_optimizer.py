@@ -31,8 +31,8 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         opt: the optimizer; this one must be the outermost.
         num_mini_batches: how many gradients make an update. The loop around, `loops.repeat`, has a
             multiple of this number of iterations.
-        offload_weight_update_variables: where the optimizer's state lay there; without effect.
-        replicated_optimizer_state_sharding: whether replicas shared that state; without effect.
+        offload_weight_update_variables: noted; the state stays on the device.
+        replicated_optimizer_state_sharding: noted, likewise.
         dtype: of the accumulators: None for that of the variable, a dtype, or a function of the
             variable. The inner optimizer gets gradients of that dtype.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
@@ -40,7 +40,18 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
 
     Raises:
         IPUValueError: `num_mini_batches` is not positive.
-        FailedPreconditionError: `num_mini_batches` is a value of the program.
+        FailedPreconditionError: `num_mini_batches` is a value of the program; or, when the program is
+            compiled, no loop of a fitting length is around it.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(1.0, name="w")
+    >>> optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.25), 2)
+    >>> def training():
+    ...     return ipu.loops.repeat(2, lambda: optimizer.minimize(w * w))
+    >>> ipu.ipu_compiler.compile(training)()
+    >>> w.numpy().item()  # one update: 1 - 0.25 * (2 + 2)
+    0.0
     """
 
     is_outermost = True
@@ -74,7 +85,16 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Operation:
-        """Add to the accumulators; in every `num_mini_batches`-th pass, apply them."""
+        """Add to the accumulators; in every `num_mini_batches`-th pass, apply them.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: without effect; `minimize` counts.
+            name: what the operation is called.
+
+        Raises:
+            FailedPreconditionError: no loop of a fitting length is around it.
+        """
         self._check_loop()
         pairs = list(grads_and_vars)
         # Without a gradient there is no accumulator: the inner optimizer gets the None.
@@ -144,6 +164,23 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
 
     In the original it was right for plain and momentum descent only (`verify_usage` checked that);
     here every inner optimizer runs once per update.
+
+    Args:
+        opt: the optimizer inside.
+        num_mini_batches: how many gradients make an update.
+        verify_usage: without effect.
+        name: what it is called.
+
+    Raises:
+        IPUValueError: `num_mini_batches` is not positive.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(1.0, name="w")
+    >>> optimizer = ipu.optimizers.GradientAccumulationOptimizer(optax.sgd(0.25), 2)
+    >>> ipu.ipu_compiler.compile(lambda: ipu.loops.repeat(2, lambda: optimizer.minimize(w * w)))()
+    >>> w.numpy().item()
+    0.0
     """
 
     is_outermost = False
@@ -160,7 +197,26 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
 
 
 class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
-    """`GradientAccumulationOptimizerV2`, with one mean over replicas for each update."""
+    """`GradientAccumulationOptimizerV2`, with one mean over replicas for each update.
+
+    Args:
+        opt: the optimizer inside; this one must be the outermost.
+        num_mini_batches: how many gradients make an update.
+        offload_weight_update_variables: noted; the state stays on the device.
+        replicated_optimizer_state_sharding: noted, likewise.
+        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
+        name: what it is called.
+
+    Raises:
+        IPUValueError: `num_mini_batches` is not positive.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> optimizer = ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.25), 2)
+    >>> optimizer.get_name()
+    'CrossReplicaGradientAccumulationOptimizerV2'
+    """
 
     def __init__(
         self,
@@ -184,7 +240,23 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
 
 
 class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
-    """`GradientAccumulationOptimizer`, with one mean over replicas for each update."""
+    """`GradientAccumulationOptimizer`, with one mean over replicas for each update.
+
+    Args:
+        opt: the optimizer inside.
+        num_mini_batches: how many gradients make an update.
+        verify_usage: without effect.
+        name: what it is called.
+
+    Raises:
+        IPUValueError: `num_mini_batches` is not positive.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> optimizer = ipu.optimizers.CrossReplicaGradientAccumulationOptimizer(optax.sgd(0.25), 2)
+    >>> optimizer.get_name()
+    'CrossReplicaGradientAccumulationOptimizer'
+    """
 
     def __init__(
         self,

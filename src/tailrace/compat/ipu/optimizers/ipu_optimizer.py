@@ -13,15 +13,28 @@ from tailrace.data.array_like import TensorLike
 
 
 class IpuOptimizer(Optimizer):
-    """An optimizer around another one, to which it forwards everything.
+    """An optimizer around another one, to which it forwards everything; a base class for your own.
 
     Args:
         opt: the wrapped optimizer.
         name: what it is called.
 
     Raises:
+        IPUTypeError: `opt` is not an optimizer.
         FailedPreconditionError: it wraps an optimizer that accumulates, which must be the
             outermost.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> class Doubled(ipu.optimizers.IpuOptimizer):
+    ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    ...         doubled = [(2 * grad, var) for grad, var in grads_and_vars]
+    ...         return super().apply_gradients(doubled, global_step, name)
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> optimizer = Doubled(optax.sgd(0.25))
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> w.numpy().item()
+    0.0
     """
 
     def __init__(self, opt: OptimizerLike, name: str | None = None) -> None:
@@ -42,8 +55,15 @@ class IpuOptimizer(Optimizer):
     def compute_gradients(
         self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
     ) -> Any:
-        """The gradients that the inner optimizer computes."""
+        """The gradients that the inner optimizer computes.
+
+        Args:
+            loss: the loss.
+            var_list: the variables; None: all trainable ones touched so far.
+            **kwargs: for the optimizer inside.
+        """
         inner = getattr(self._opt, "compute_gradients", None)
+        # A program's own optimizer may have apply_gradients alone.
         if inner is None:
             return super().compute_gradients(loss, var_list, **kwargs)
         return inner(loss, var_list=var_list, **kwargs)
@@ -54,7 +74,13 @@ class IpuOptimizer(Optimizer):
         global_step: VariableLike = None,
         name: str | None = None,
     ) -> Any:
-        """What the inner optimizer does with them."""
+        """What the inner optimizer does with the gradients.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and its variable.
+            global_step: without effect; `minimize` counts.
+            name: without effect.
+        """
         del global_step, name  # `minimize` counts, once
         return self._opt.apply_gradients(list(grads_and_vars))
 
@@ -69,7 +95,12 @@ class IpuOptimizer(Optimizer):
         return self._opt.get_slot_names()
 
     def get_slot(self, var: VariableLike, name: str) -> Any:
-        """That of the inner optimizer."""
+        """The variable of a kind that the inner optimizer keeps for `var`.
+
+        Args:
+            var: a variable.
+            name: the kind.
+        """
         return self._opt.get_slot(var, name)
 
 

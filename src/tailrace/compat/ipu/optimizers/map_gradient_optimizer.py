@@ -17,12 +17,22 @@ class MapGradientOptimizer(IpuOptimizer):
     """Maps each gradient when it is computed: of every mini-batch, before accumulation.
 
     Args:
-        wrapped_optimizer: the wrapped optimizer.
+        wrapped_optimizer: the optimizer inside.
         gradient_mapping_function: called as `fn(gradient, value of the variable)`.
         name: what it is called.
 
     Raises:
         IPUValueError: the mapping is not callable.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> def clip(gradient, value):
+    ...     return gradient.clip(-1, 1)
+    >>> optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(0.25), clip)
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> w.numpy().item()
+    1.75
     """
 
     def __init__(
@@ -42,7 +52,13 @@ class MapGradientOptimizer(IpuOptimizer):
     def compute_gradients(
         self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
     ) -> Any:
-        """The inner optimizer's gradients, mapped."""
+        """The inner optimizer's gradients, mapped.
+
+        Args:
+            loss: the loss.
+            var_list: the variables; None: all trainable ones touched so far.
+            **kwargs: for the optimizer inside.
+        """
         return [
             (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)
             for grad, var in super().compute_gradients(loss, var_list, **kwargs)

@@ -15,7 +15,7 @@ from tailrace.data.array_like import TensorLike
 
 
 class OptimizerFunctionOutput:
-    """What an `optimizer_function` returns.
+    """What the `optimizer_function` of a pipeline returns.
 
     Args:
         opt: an optax transformation, a Keras optimizer, or one with the interface of the original.
@@ -30,8 +30,16 @@ class OptimizerFunctionOutput:
         captured_gradient_outfeed: refused, likewise.
 
     Raises:
-        IPUTypeError: the loss is not a tensor.
-        IPUValueError: gradients are to be captured, which a pipeline does not do.
+        IPUTypeError: the loss is not a tensor, or an argument has the wrong type.
+        IPUValueError: arguments do not go with the optimizer, or gradients are to be captured, which a
+            pipeline does not do.
+        IPURuntimeError: a Keras optimizer has neither variables nor a tape.
+
+    >>> import optax
+    >>> from tailrace.compat import ipu
+    >>> output = ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss=2.0)
+    >>> float(output.loss)
+    2.0
     """
 
     def __init__(
@@ -95,7 +103,14 @@ class OptimizerFunctionOutput:
             )
 
     def trained(self, seen: Sequence[Any]) -> list[Any]:
-        """The variables to train, of those that the stages have touched."""
+        """The variables to train, of those that the stages have touched (called by pipelines).
+
+        Args:
+            seen: the variables that the stages have touched.
+
+        Raises:
+            IPUValueError: there are none.
+        """
         wanted = self.variables
         if self.tape is not None:
             wanted = self.tape.watched or None

@@ -35,6 +35,10 @@ class PipelineSchedule(enum.Enum):
 
     Grouped: forward and backward of different mini-batches in one timestep. Interleaved: one of the
     two at a time, with fewer activations stored. Sequential: one stage after the other.
+
+    >>> from tailrace.compat import ipu
+    >>> [schedule.name for schedule in ipu.pipelining_ops.PipelineSchedule]
+    ['Grouped', 'Interleaved', 'Sequential']
     """
 
     Grouped = 0
@@ -48,7 +52,16 @@ class PipelineSchedule(enum.Enum):
 
 
 class RecomputationMode(enum.Enum):
-    """How activations are computed again in the backward pass, if the configuration allows it."""
+    """How activations are recomputed in the backward pass, if `IPUConfig.allow_recompute` is set.
+
+    RecomputeThenBackpropagate: a stage recomputes all of its activations, then runs backwards; not with
+    Sequential. RecomputeAndBackpropagateInterleaved: part by part, between recomputation checkpoints;
+    not with Interleaved. Auto: interleaved for Sequential, before the backward pass for the others.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.pipelining_ops.RecomputationMode.Auto.value
+    0
+    """
 
     Auto = 0
     RecomputeThenBackpropagate = 1
@@ -65,6 +78,11 @@ class PipelineStageOptions:
 
     Raises:
         IPUTypeError: an argument is not a dict.
+
+    >>> from tailrace.compat import ipu
+    >>> options = ipu.pipelining_ops.PipelineStageOptions(matmul_options={"partialsType": "half"})
+    >>> options.matmul_options
+    {'partialsType': 'half'}
     """
 
     def __init__(

@@ -4,10 +4,14 @@ import enum
 
 
 class SelectionOrder(enum.Enum):
-    """In which order the devices of a program are taken; placement only, no result changes.
+    """The order in which the devices of a program are used; placement only, no result changes.
 
-    AUTO: snake where a pipeline uses the default mapping, else zigzag. ZIGZAG: 0, 1, 2, 3, ...
-    SNAKE: 0, 1, 3, 2, 4, 5, 7, 6, ... HOOF: even numbers upwards, then odd ones downwards.
+    AUTO and ZIGZAG: 0, 1, 2, 3, ... SNAKE: 0, 1, 3, 2, 4, 5, 7, 6, ... HOOF: even numbers upwards, then
+    odd ones downwards.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.config.SelectionOrder.SNAKE.order(8)
+    [0, 1, 3, 2, 4, 5, 7, 6]
     """
 
     AUTO = 0
@@ -18,8 +22,12 @@ class SelectionOrder(enum.Enum):
     def order(self, count: int) -> list[int]:
         """The numbers 0 to count - 1 in this order.
 
-        >>> SelectionOrder.SNAKE.order(8), SelectionOrder.HOOF.order(6)
-        ([0, 1, 3, 2, 4, 5, 7, 6], [0, 2, 4, 5, 3, 1])
+        Args:
+            count: how many devices there are.
+
+        >>> from tailrace.compat import ipu
+        >>> ipu.config.SelectionOrder.HOOF.order(6)
+        [0, 2, 4, 5, 3, 1]
         """
         numbers = list(range(count))
         if self is SelectionOrder.SNAKE:
@@ -31,7 +39,15 @@ class SelectionOrder(enum.Enum):
 
 
 class ExecutionProfileType(enum.Enum):
-    """What the original's execution profile held; accepted, and without effect here."""
+    """What the original's execution profile contained; accepted, without effect.
+
+    NO_PROFILE, DEVICE_PROFILE, IPU_PROFILE or TILE_PROFILE. `tr.trace` and `trainer.profile` measure
+    programs here.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.config.ExecutionProfileType.NO_PROFILE.value
+    0
+    """
 
     NO_PROFILE = 0
     DEVICE_PROFILE = 1
@@ -40,7 +56,15 @@ class ExecutionProfileType(enum.Enum):
 
 
 class DeviceConnectionType(enum.Enum):
-    """When a process took hold of its devices; here it has them from the start."""
+    """When the original attached its devices: ALWAYS, ON_DEMAND, PRE_COMPILE or NEVER.
+
+    Here a process has its devices from the start. PRE_COMPILE and NEVER are refused by
+    `configure_ipu_system`: a program is compiled for the devices that run it.
+
+    >>> from tailrace.compat import ipu
+    >>> cfg = ipu.config.IPUConfig()
+    >>> cfg.device_connection.type = ipu.config.DeviceConnectionType.ON_DEMAND
+    """
 
     ALWAYS = 0
     ON_DEMAND = 1
@@ -49,7 +73,14 @@ class DeviceConnectionType(enum.Enum):
 
 
 class MergeRemoteBuffersBehaviour(enum.Enum):
-    """Whether buffers in remote memory were merged."""
+    """Whether the original merged buffers in remote memory: NO_MERGING, MERGE or IF_BENEFICIAL.
+
+    Checked, without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> merge = ipu.config.MergeRemoteBuffersBehaviour.MERGE
+    >>> ipu.config.IPUConfig().optimizations.merge_remote_buffers = merge
+    """
 
     NO_MERGING = 0
     MERGE = 1
@@ -57,7 +88,14 @@ class MergeRemoteBuffersBehaviour(enum.Enum):
 
 
 class SchedulingAlgorithm(enum.Enum):
-    """How the original's compiler ordered operations."""
+    """How the original's compiler ordered operations; checked, without effect.
+
+    CHOOSE_BEST, CLUSTERING, POST_ORDER, LOOK_AHEAD or SHORTEST_PATH.
+
+    >>> from tailrace.compat import ipu
+    >>> algorithm = ipu.config.SchedulingAlgorithm.CLUSTERING
+    >>> ipu.config.IPUConfig().scheduling.algorithm = algorithm
+    """
 
     CHOOSE_BEST = 0
     CLUSTERING = 1
@@ -67,7 +105,14 @@ class SchedulingAlgorithm(enum.Enum):
 
 
 class StochasticRoundingBehaviour(enum.Enum):
-    """Whether float16 results were rounded stochastically."""
+    """Whether float16 results were rounded stochastically: OFF, ON or REPLICA_IDENTICAL_ONLY.
+
+    Checked, without effect: results are rounded to the nearest.
+
+    >>> from tailrace.compat import ipu
+    >>> ipu.config.StochasticRoundingBehaviour.from_bool(True).name
+    'ON'
+    """
 
     OFF = 0
     ON = 1
@@ -75,5 +120,9 @@ class StochasticRoundingBehaviour(enum.Enum):
 
     @classmethod
     def from_bool(cls, value: bool) -> "StochasticRoundingBehaviour":
-        """ON or OFF."""
+        """ON for True, OFF for False.
+
+        Args:
+            value: whether to round stochastically.
+        """
         return cls.ON if value else cls.OFF

@@ -51,6 +51,7 @@ class Category:
     """Options and further categories under one name."""
 
     def __init__(self, declared: dict[str, Any], name: str = "") -> None:
+        # Around our own __setattr__, which takes every name for that of an option.
         object.__setattr__(self, "_declared", declared)
         object.__setattr__(self, "_name", name)
         children = {

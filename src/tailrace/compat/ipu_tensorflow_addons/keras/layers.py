@@ -41,7 +41,19 @@ def _without_chip(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Embedding(keras.layers.Embedding):
-    """`keras.layers.Embedding`; `serialization_factor` is accepted."""
+    """`keras.layers.Embedding`; `serialization_factor` is accepted and noted.
+
+    Args:
+        input_dim: how many rows the table has.
+        output_dim: the size of a row.
+        *args: as in Keras.
+        **kwargs: as in Keras, and options of the chip, which are noted.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.Embedding(10, 4, serialization_factor=2)(np.array([1, 2])).shape
+    (2, 4)
+    """
 
     def __init__(self, input_dim: int, output_dim: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(input_dim, output_dim, *args, **_without_chip("Embedding", kwargs))
@@ -67,12 +79,19 @@ class _InOrder:
 
 
 class LSTM(_InOrder, keras.layers.LSTM):
-    """`keras.layers.LSTM`.
+    """`keras.layers.LSTM`; also named `PopnnLSTM`.
 
     Args:
         units: the size of the state.
+        *args: as in Keras.
         dropout_seed: the seed of dropout; None: Keras' own.
-        **kwargs: as in Keras, and options of the chip.
+        **kwargs: as in Keras, `time_major=True` for sequences with time as the first dimension, and
+            options of the chip, which are noted.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.LSTM(4, time_major=True)(np.zeros((5, 2, 3), np.float32)).shape
+    (2, 4)
     """
 
     def __init__(
@@ -85,7 +104,20 @@ class LSTM(_InOrder, keras.layers.LSTM):
 
 
 class GRU(_InOrder, keras.layers.GRU):
-    """`keras.layers.GRU`; see `LSTM`."""
+    """`keras.layers.GRU`, with the original's `reset_after=False`; also named `PopnnGRU`.
+
+    Args:
+        units: the size of the state.
+        *args: as in Keras.
+        dropout_seed: the seed of dropout; None: Keras' own.
+        **kwargs: as in Keras, `time_major=True` for sequences with time as the first dimension, and
+            options of the chip, which are noted.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.GRU(4)(np.zeros((2, 5, 3), np.float32)).shape
+    (2, 4)
+    """
 
     def __init__(
         self, units: int, *args: Any, dropout_seed: SeedLike = None, **kwargs: Any
@@ -127,11 +159,16 @@ class Dropout(keras.layers.Dropout):
         rate: the share that is set to 0.
         noise_shape: as in Keras.
         seed: a number, or two of them.
-        ref: whether the same elements are dropped each time; refused.
+        ref: refused: it dropped the same elements each time.
         **kwargs: as for any layer.
 
     Raises:
         OptionError: `ref` is set.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.Dropout(0.5)(np.ones(3, np.float32), training=False).tolist()
+    [1.0, 1.0, 1.0]
     """
 
     def __init__(
@@ -151,7 +188,7 @@ class Dropout(keras.layers.Dropout):
 
 
 class GroupNormalization(keras.layers.GroupNormalization):
-    """`keras.layers.GroupNormalization`, with the names that the original gave its arguments.
+    """`keras.layers.GroupNormalization`, with the original's arguments; also named `GroupNorm`.
 
     Args:
         dtype: of the parameters.
@@ -162,10 +199,15 @@ class GroupNormalization(keras.layers.GroupNormalization):
         epsilon: added to the variance.
         beta_initializer: of the offset.
         gamma_initializer: of the factor.
-        strided_channel_grouping: how the chip grouped channels; noted.
+        strided_channel_grouping: how the chip grouped channels; noted. Neighbours form a group here.
         trainable: whether offset and factor are trained.
         name: the layer's name.
         **kwargs: as for any layer.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.GroupNormalization(groups=2)(np.ones((2, 4), np.float32)).shape
+    (2, 4)
     """
 
     def __init__(
@@ -204,7 +246,16 @@ class GroupNormalization(keras.layers.GroupNormalization):
 
 
 class InstanceNormalization(GroupNormalization):
-    """Each channel of each example by itself."""
+    """Normalises each channel of each example by itself; also named `InstanceNorm`.
+
+    Args:
+        **kwargs: those of `GroupNormalization`, without `groups`.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.InstanceNormalization()(np.ones((2, 3, 4), np.float32)).shape
+    (2, 3, 4)
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.pop("groups", None)
@@ -212,22 +263,46 @@ class InstanceNormalization(GroupNormalization):
 
 
 class LayerNormalization(keras.layers.LayerNormalization):
-    """`keras.layers.LayerNormalization`."""
+    """`keras.layers.LayerNormalization`; also named `LayerNorm`.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.LayerNormalization()(np.ones((2, 4), np.float32)).shape
+    (2, 4)
+    """
 
 
 GroupNorm, InstanceNorm, LayerNorm = GroupNormalization, InstanceNormalization, LayerNormalization
 
 
 class RecomputationCheckpoint(keras.layers.Layer):
-    """Keeps its inputs where a pipeline computes activations again, and passes them on."""
+    """Keeps its inputs where a pipeline recomputes activations, and passes them on.
+
+    Arguments are those of any Keras layer.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.RecomputationCheckpoint()(np.ones(2, np.float32)).tolist()
+    [1.0, 1.0]
+    """
 
     def call(self, inputs: Tree, **kwargs: Any) -> Any:
-        """The inputs."""
+        """The inputs.
+
+        Args:
+            inputs: tensors.
+            **kwargs: without effect.
+        """
         del kwargs
         return tr.recomputation_checkpoint(inputs)
 
     def compute_output_spec(self, inputs: Tree, **kwargs: Any) -> Any:
-        """The form of the inputs."""
+        """The form of the inputs.
+
+        Args:
+            inputs: tensors.
+            **kwargs: without effect.
+        """
         del kwargs
         return keras.tree.map_structure(lambda one: keras.KerasTensor(one.shape, one.dtype), inputs)
 
@@ -237,7 +312,13 @@ class SerialDense(keras.layers.Dense):
 
     Args:
         units: the size of the output.
+        *args: as in Keras.
         **kwargs: as in Keras, and `serialization_factor`, `serialization_dimension`, which are noted.
+
+    >>> import numpy as np
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.SerialDense(3, serialization_factor=2)(np.ones((2, 4), np.float32)).shape
+    (2, 3)
     """
 
     def __init__(self, units: int, *args: Any, **kwargs: Any) -> None:
@@ -245,7 +326,21 @@ class SerialDense(keras.layers.Dense):
 
 
 class EffectiveTransformer(keras.layers.Layer):
-    """Refused."""
+    """Refused: it packed sequences for the chip. Use `keras.layers.MultiHeadAttention`.
+
+    Args:
+        *args: without effect.
+        **kwargs: without effect.
+
+    Raises:
+        OptionError: always.
+
+    >>> from tailrace.compat.ipu_tensorflow_addons.keras import layers
+    >>> layers.EffectiveTransformer()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    tailrace.errors.OptionError: ... Use keras.layers.MultiHeadAttention.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(

@@ -17,6 +17,7 @@ class OptionsDict:
     """Values by name: `o.name`, `o("name")`, `o.name = value`; setters return the object."""
 
     def __init__(self, **defaults: Any) -> None:
+        # `self.x = y` sets an option, so what is no option is stored around it.
         object.__setattr__(self, "_values", dict(defaults))
         object.__setattr__(self, "_frozen", False)
 
@@ -34,7 +35,15 @@ class OptionsDict:
         return getattr(self, name)
 
     def set(self, **values: Any) -> Any:
-        """Set options by name; a value must be of the type of the one before."""
+        """Set options by name; a value must be of the type of the one before.
+
+        Args:
+            **values: the options.
+
+        Raises:
+            FrozenOptions: a model or a loader uses the options.
+            UsageError: there is no such option, or a value has the wrong type.
+        """
         self._check_not_frozen()
         for name, value in values.items():
             if name not in self._values:
@@ -49,7 +58,11 @@ class OptionsDict:
         return self
 
     def freeze(self, frozen: bool = True) -> None:
-        """Refuse changes from now on."""
+        """Refuse changes from now on.
+
+        Args:
+            frozen: False allows them again.
+        """
         object.__setattr__(self, "_frozen", frozen)
         for value in self.__dict__.values():
             if isinstance(value, OptionsDict):
@@ -68,7 +81,7 @@ class OptionsDict:
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             object.__setattr__(made, name, copy.deepcopy(value, memo))
-        made.freeze(False)
+        made.freeze(False)  # a copy is made to be changed
         return made
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ from tailrace.errors import TailraceError
 
 
 class ConfigFileError(TailraceError):
-    """A line of an options file cannot be read."""
+    """A line of an options file, or a name in JSON, cannot be read."""
 
 
 class _Unreadable(TailraceError):
@@ -128,7 +128,9 @@ def _setter(options: Any, path: str) -> Any:
             raise _Unreadable(path)
     found = getattr(type(target), name, None)
     own = getattr(found, "__module__", "").startswith("tailrace.compat.poptorch")
-    if not own or not inspect.isfunction(found) or name.startswith("_") or name in _NOT_SETTERS:
+    # The `set` of options themselves takes any value; that of `_Popart` is a setter, without effect.
+    is_other = name.startswith("_") or (name in _NOT_SETTERS and path != "_Popart.set")
+    if not own or not inspect.isfunction(found) or is_other:
         raise _Unreadable(path)
     return found.__get__(target)
 

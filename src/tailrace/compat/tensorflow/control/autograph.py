@@ -70,7 +70,18 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def do_not_convert(func: Callable[..., Any] | None = None) -> Any:
-    """Leave the loops and branches of a function Python's; a decorator."""
+    """Leave the loops and branches of a function to Python; a decorator.
+
+    Args:
+        func: the function; None in a decorator with parentheses.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> @tf.autograph.experimental.do_not_convert
+    ... def double(x):
+    ...     return x * 2
+    >>> double(2)
+    4
+    """
     if func is None:
         return do_not_convert
     setattr(func, _PLAIN, True)

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import keras
 
+from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call
 from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.state import Found, Scope, current, scope_of
 from tailrace.compat.tensorflow.control import autograph
+from tailrace.compat.tensorflow.operations.table import leaves
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
 from tailrace.keras.keras_internals import hook
@@ -25,6 +27,16 @@ from tailrace.keras.keras_internals import hook
 def rewrite_calls() -> None:
     """Let layers made from now on have loops and branches over values of the device."""
     hook(keras.layers.Layer, "__init__", _init)
+    hook(keras.layers.Layer, "__call__", _of_a_graph)
+
+
+def _of_a_graph(
+    plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
+) -> Any:
+    """In a graph of TensorFlow 1 a layer is called when a session runs."""
+    if any(isinstance(leaf, Deferred) for leaf in leaves((args, kwargs))):
+        return deferred_call(layer, args, kwargs)
+    return plain(layer, *args, **kwargs)
 
 
 def _init(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:

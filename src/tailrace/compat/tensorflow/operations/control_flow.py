@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu import loops
+from tailrace.compat.ipu.graph.deferred import after
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.control.branches import either
 from tailrace.compat.tensorflow.control.loops import Range
@@ -178,6 +179,16 @@ def print_(*inputs: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def control_dependencies(control_inputs: Any) -> Iterator[None]:
-    """Without effect: what is written first is done first."""
-    del control_inputs
-    yield
+    """In a graph of TensorFlow 1, what is described inside is done after these.
+
+    Elsewhere without effect: what is written first is done first.
+
+    Args:
+        control_inputs: what is done before.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> with tf.control_dependencies([]):
+    ...     pass
+    """
+    with after(control_inputs or ()):
+        yield

@@ -138,6 +138,7 @@ AT_TOP = frozenset(
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(x: TensorLike) -> Any:
+        """Element by element, as in TensorFlow."""
         return function(x if isinstance(x, keras.KerasTensor) else tensor(x))
 
     return computed
@@ -145,6 +146,7 @@ def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(x: TensorLike, y: TensorLike) -> Any:
+        """Element by element, as in TensorFlow; shapes are broadcast."""
         return function(x, y)
 
     return computed

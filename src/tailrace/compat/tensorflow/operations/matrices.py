@@ -121,6 +121,7 @@ def qr(input: TensorLike, full_matrices: bool = False) -> Any:
 
 def _of_matrix(name: str, function: Callable[..., Any]) -> None:
     def computed(input: TensorLike) -> Any:
+        """Of each matrix, as in TensorFlow."""
         return function(tensor(input))
 
     operation(f"linalg.{name}")(computed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from keras import ops
 
@@ -32,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 
 def _activation(name: str, function: Callable[..., Any]) -> None:
     def computed(features: TensorLike) -> Any:
+        """Element by element, as in TensorFlow."""
         return function(tensor(features))
 
     operation(f"nn.{name}")(computed)
@@ -220,6 +222,7 @@ def _convolution(dims: int) -> None:
         dilations: ShapeLike = None,
         **older: Any,
     ) -> Any:
+        """A convolution; `padding` is "SAME" or "VALID"."""
         kernel = older.get("filter", filters)
         strides = older.get("stride", strides)
         dilation = 1 if dilations is None else _middle(dilations, dims, data_format)
@@ -254,6 +257,39 @@ def depthwise_conv2d(
     )
 
 
+@operation("nn.conv2d_transpose")
+def conv2d_transpose(
+    input: TensorLike,
+    filters: TensorLike,
+    output_shape: ShapeLike,
+    strides: ShapeLike,
+    padding: str = "SAME",
+    data_format: str | None = None,
+    dilations: ShapeLike = None,
+) -> Any:
+    """The gradient of a convolution, as an operation of its own.
+
+    Raises:
+        OptionError: no such convolution has an output of this shape.
+    """
+    given, kernel = tensor(input), tensor(filters)  # [rows, columns, out, in]
+    shape = tuple(int(each) for each in output_shape)
+    steps = _middle(strides, 2, data_format)
+    dilation = 1 if dilations is None else _middle(dilations, 2, data_format)
+
+    def forward(image: Any) -> Any:
+        return ops.conv(image, kernel, steps, _padding(padding), _format(data_format), dilation)
+
+    wanted = jax.ShapeDtypeStruct(shape, given.dtype)
+    if jax.eval_shape(forward, wanted).shape != given.shape:
+        raise OptionError(
+            f"tf.nn.conv2d_transpose goes the way of a convolution back. One of an output of shape "
+            f"{shape} has the shape {jax.eval_shape(forward, wanted).shape}. Received: {given.shape}."
+        )
+    (found,) = jax.linear_transpose(forward, wanted)(given)
+    return found
+
+
 def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:
     def pooled(
         input: TensorLike,
@@ -262,6 +298,7 @@ def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:
         padding: str,
         data_format: str | None = None,
     ) -> Any:
+        """The largest or the mean element of each window."""
         size, steps = (_middle(each, dims, data_format) for each in (ksize, strides))
         found = function(tensor(input), size, steps, _padding(padding), _format(data_format))
         return found.astype(jnp.asarray(input).dtype)

@@ -29,14 +29,25 @@ def next_seed(seed: SeedLike = None) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Draw from this seed from now on; Keras' layers too."""
+    """Draw from this seed from now on; Keras' layers too.
+
+    Args:
+        seed: the seed.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> tf.random.set_seed(1)
+    >>> first = tf.random.normal([2]).tolist()
+    >>> tf.random.set_seed(1)
+    >>> tf.random.normal([2]).tolist() == first
+    True
+    """
     _first[0] = int(seed)
     set_initial_seed(seed)
     _made.clear()
     keras.utils.set_random_seed(int(seed))
 
 
-@operation("random.normal")
+@operation("random.normal", draws=True)
 def normal(
     shape: ShapeLike,
     mean: TensorLike = 0.0,
@@ -49,7 +60,7 @@ def normal(
     return drawn * jnp.asarray(stddev, drawn.dtype) + jnp.asarray(mean, drawn.dtype)
 
 
-@operation("random.truncated_normal")
+@operation("random.truncated_normal", draws=True)
 def truncated_normal(
     shape: ShapeLike,
     mean: TensorLike = 0.0,
@@ -64,7 +75,7 @@ def truncated_normal(
     return drawn * jnp.asarray(stddev, drawn.dtype) + jnp.asarray(mean, drawn.dtype)
 
 
-@operation("random.uniform")
+@operation("random.uniform", draws=True)
 def uniform(
     shape: ShapeLike,
     minval: TensorLike = 0,
@@ -81,13 +92,13 @@ def uniform(
     return drawn * jnp.asarray(upper - minval, kind) + jnp.asarray(minval, kind)
 
 
-@operation("random.shuffle")
+@operation("random.shuffle", draws=True)
 def shuffle(value: TensorLike, seed: SeedLike = None) -> Any:
     """The rows in another order."""
     return keras.random.shuffle(jnp.asarray(value), seed=next_seed(seed))
 
 
-@operation("random.categorical")
+@operation("random.categorical", draws=True)
 def categorical(
     logits: TensorLike, num_samples: int, dtype: DTypeLike = "int64", seed: SeedLike = None
 ) -> Any:
@@ -101,6 +112,7 @@ def _stateless(name: str) -> None:
 
     @operation(f"random.stateless_{name}")
     def drawn(shape: ShapeLike, seed: SeedLike, *args: Any, **kwargs: Any) -> Any:
+        """The same numbers for the same seed, two integers."""
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
         return plain(shape, *args, seed=int(key[0]), **kwargs)
 

@@ -73,6 +73,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(
         input_tensor: TensorLike, axis: Axes = None, keepdims: bool = False, **older: Any
     ) -> Any:
+        """Over an axis, several, or all of them, as in TensorFlow."""
         axis = older.get("reduction_indices", axis)
         keepdims = older.get("keep_dims", keepdims)
         if axis is not None and _axes(axis) == ():  # each element by itself
@@ -189,6 +190,7 @@ def bincount(arr: TensorLike, weights: TensorLike = None, minlength: int | None 
 
 def _segments(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(data: TensorLike, segment_ids: TensorLike, num_segments: Any = None) -> Any:
+        """Over the rows of each segment, by the numbers in `segment_ids`."""
         count = None if num_segments is None else int(num_segments)
         return function(jnp.asarray(data), jnp.asarray(segment_ids), num_segments=count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -134,7 +135,7 @@ def sequence_mask(lengths: TensorLike, maxlen: int | None = None, dtype: DTypeLi
 @operation("meshgrid")
 def meshgrid(*args: Any, indexing: str = "xy") -> Any:
     """Coordinates of a grid."""
-    return ops.meshgrid(*args, indexing=indexing)
+    return ops.meshgrid(*map(tensor, args), indexing=indexing)
 
 
 # -- dtypes and shapes ------------------------------------------------------------------------------
@@ -242,7 +243,9 @@ def tile(input: TensorLike, multiples: ShapeLike) -> Any:
 @operation("repeat")
 def repeat(input: TensorLike, repeats: TensorLike, axis: int | None = None) -> Any:
     """Each element repeated."""
-    return ops.repeat(tensor(input), repeats, axis=axis)
+    # How often is a part of the shape of the result, and so known when the program is made.
+    known = repeats if is_device_value(repeats) else np.asarray(repeats)
+    return ops.repeat(tensor(input), known, axis=axis)
 
 
 @operation("pad")
@@ -320,15 +323,53 @@ def gather(
 
 @operation("gather_nd")
 def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
-    """The parts at these places; a place is a row of `indices`.
+    """The parts at these places; a place is a row of `indices`, in each element of a batch."""
+
+    def parts(rows: Any, places: Any) -> Any:
+        return rows[tuple(jnp.moveaxis(places, -1, 0))]
+
+    for _ in range(batch_dims):
+        parts = jax.vmap(parts)
+    return parts(jnp.asarray(params), jnp.asarray(indices))
+
+
+@operation("nn.space_to_depth")
+def space_to_depth(input: TensorLike, block_size: int, data_format: str = "NHWC") -> Any:
+    """Blocks of neighbouring places, each as the channels of one place.
 
     Raises:
-        OptionError: `batch_dims` is not 0.
+        OptionError: channels do not come last.
     """
-    if batch_dims:
-        raise OptionError("tf.gather_nd is available without batch_dims. Use jax.vmap around it.")
-    indices = jnp.asarray(indices)
-    return jnp.asarray(params)[tuple(jnp.moveaxis(indices, -1, 0))]
+    found, size = _channels_last(input, data_format), block_size
+    count, rows, columns, channels = found.shape
+    parts = found.reshape(count, rows // size, size, columns // size, size, channels)
+    return parts.transpose(0, 1, 3, 2, 4, 5).reshape(
+        count, rows // size, columns // size, size * size * channels
+    )
+
+
+@operation("nn.depth_to_space")
+def depth_to_space(input: TensorLike, block_size: int, data_format: str = "NHWC") -> Any:
+    """Channels of a place as a block of neighbouring places.
+
+    Raises:
+        OptionError: channels do not come last.
+    """
+    found, size = _channels_last(input, data_format), block_size
+    count, rows, columns, channels = found.shape
+    parts = found.reshape(count, rows, columns, size, size, channels // size**2)
+    return parts.transpose(0, 1, 3, 2, 4, 5).reshape(
+        count, rows * size, columns * size, channels // size**2
+    )
+
+
+def _channels_last(input: TensorLike, data_format: str) -> Any:
+    if data_format != "NHWC":
+        raise OptionError(
+            f"Blocks are moved where channels come last: data_format 'NHWC'. "
+            f"Received: {data_format!r}. Transpose before and after."
+        )
+    return tensor(input)
 
 
 @operation("slice")
@@ -396,6 +437,7 @@ def scatter_nd(indices: TensorLike, updates: Tree, shape: ShapeLike) -> Any:
 def _scattered(name: str) -> None:
     @operation(f"tensor_scatter_nd_{name}")
     def scattered(tensor: TensorLike, indices: TensorLike, updates: Tree) -> Any:
+        """A copy of a tensor with values put, or added, subtracted or compared, at these places."""
         places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
         at = jnp.asarray(tensor).at[places]
         return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(

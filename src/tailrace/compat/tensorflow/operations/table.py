@@ -9,24 +9,37 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.compat.ipu.graph.deferred import (
+    Deferred,
+    control_inputs,
+    deferred_call,
+    describing,
+)
+from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
 from tailrace.compat.tensorflow import host
-from tailrace.compat.tensorflow.v1.deferred import Deferred, deferred_call
 from tailrace.data.array_like import TensorLike
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """What there is, by its name in TensorFlow: `reduce_mean`, `math.reduce_mean`, `nn.relu`."""
 
 
-def operation(*paths: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put a function into the table, under these names; `name=` is accepted and has no effect."""
+def operation(
+    *paths: str, draws: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put a function into the table, under these names; `name=` is accepted and has no effect.
+
+    Args:
+        *paths: its names.
+        draws: whether it gives other values each time that it is run.
+    """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         takes_name = "name" in inspect.signature(function).parameters
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            kind = _kind((args, kwargs))
+            kind = _kind((args, kwargs), draws)
             if kind == "host":
                 return host.named(paths[0])(*_for_host(args), **_for_host(kwargs))
             if kind == "deferred":
@@ -73,10 +86,12 @@ def mapped(function: Callable[[Any], Any], value: TensorLike) -> Any:
     return function(value)
 
 
-def _kind(given: object) -> str:
-    found = "here"
+def _kind(given: object, draws: bool) -> str:
+    found, in_graph = "here", describing()
+    if in_graph and (draws or control_inputs()):
+        return "deferred"
     for leaf in leaves(given):
-        if isinstance(leaf, Deferred):
+        if isinstance(leaf, Deferred) or (in_graph and is_variable(leaf)):
             return "deferred"
         if host.is_tensor(leaf) and (host.is_symbolic(leaf) or not host.is_numeric(leaf)):
             found = "host"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tailrace.compat.ipu.graph.deferred import Feed, evaluated, running
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
@@ -20,11 +21,19 @@ from tailrace.data.trees import Tree
 
 
 class Optimizer(PlainOptimizer):
-    """The class that optimizers of a program derive from.
+    """The class that optimizers of a program derive from; a subclass defines `apply_gradients`.
 
     Args:
         use_locking: without effect.
         name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> class Descent(tf.train.Optimizer):
+    ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    ...         for grad, var in grads_and_vars:
+    ...             var.assign_sub(0.25 * grad)
+    >>> Descent(name="descent").get_name()
+    'descent'
     """
 
     def __init__(self, use_locking: bool = False, name: str | None = None) -> None:
@@ -49,7 +58,9 @@ class _Rule(OptaxOptimizer, Optimizer):
     @property
     def transformation(self) -> Any:  # type: ignore[override]
         """The rule with the current rate."""
-        return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
+        rate = evaluated(self._rate, running() or Feed())
+        rate = rate() if callable(rate) and not is_variable(rate) else rate
+        return self._make(value_of(rate) if is_variable(rate) else rate)
 
     @transformation.setter
     def transformation(self, value: TensorLike) -> None:
@@ -57,7 +68,21 @@ class _Rule(OptaxOptimizer, Optimizer):
 
 
 class GradientDescentOptimizer(_Rule):
-    """Plain descent."""
+    """Plain descent.
+
+    Args:
+        learning_rate: a number, a value of the program, or a variable, which is read at each update.
+        use_locking: without effect.
+        name: its name.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> optimizer = tf.train.GradientDescentOptimizer(0.25)
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> w.numpy().item()
+    1.0
+    """
 
     def __init__(
         self, learning_rate: TensorLike, use_locking: bool = False, name: str = "GradientDescent"
@@ -67,7 +92,18 @@ class GradientDescentOptimizer(_Rule):
 
 
 class MomentumOptimizer(_Rule):
-    """Descent along a running sum of gradients."""
+    """Descent along a running sum of gradients.
+
+    Args:
+        learning_rate: a number, a value of the program, or a variable, which is read at each update.
+        momentum: how much of the sum is kept.
+        use_locking: without effect.
+        name: its name.
+        use_nesterov: whether to look ahead along the sum.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> optimizer = tf.train.MomentumOptimizer(0.1, momentum=0.9)
+    """
 
     def __init__(
         self,
@@ -82,7 +118,20 @@ class MomentumOptimizer(_Rule):
 
 
 class RMSPropOptimizer(_Rule):
-    """Gradients divided by their running norm."""
+    """Gradients divided by their running norm.
+
+    Args:
+        learning_rate: a number, a value of the program, or a variable, which is read at each update.
+        decay: how much of the mean square is kept.
+        momentum: how much of the sum of updates is kept.
+        epsilon: added to the mean square.
+        use_locking: without effect.
+        centered: whether the mean is subtracted.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> optimizer = tf.train.RMSPropOptimizer(0.1)
+    """
 
     def __init__(
         self,
@@ -102,7 +151,17 @@ class RMSPropOptimizer(_Rule):
 
 
 class AdagradOptimizer(_Rule):
-    """Gradients divided by the norm of all previous ones."""
+    """Gradients divided by the norm of all previous ones.
+
+    Args:
+        learning_rate: a number, a value of the program, or a variable, which is read at each update.
+        initial_accumulator_value: what the sum of squares starts with.
+        use_locking: without effect.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> optimizer = tf.train.AdagradOptimizer(0.1)
+    """
 
     def __init__(
         self,
@@ -117,7 +176,24 @@ class AdagradOptimizer(_Rule):
 
 
 class AdamOptimizer(_Rule):
-    """Adam; as in TensorFlow 1, epsilon is added before the bias is corrected."""
+    """Adam; as in TensorFlow 1, epsilon is added before the bias is corrected.
+
+    Args:
+        learning_rate: a number, a value of the program, or a variable, which is read at each update.
+        beta1: how much of the mean is kept.
+        beta2: how much of the mean square is kept.
+        epsilon: added to the root of the mean square.
+        use_locking: without effect.
+        name: its name.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> w = ipu.Variable(2.0, name="w")
+    >>> optimizer = tf.train.AdamOptimizer(0.5)
+    >>> ipu.ipu_compiler.compile(lambda: optimizer.minimize(w * w))()
+    >>> round(w.numpy().item(), 3)
+    1.5
+    """
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ import numpy as np
 
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUValueError, NotFoundError
-from tailrace.compat.ipu.graph.named_variables import global_variables
+from tailrace.compat.ipu.graph.deferred import Feed, computing
+from tailrace.compat.ipu.graph.named_variables import variables_by_name
 from tailrace.compat.ipu.graph.state import value_of
 from tailrace.compat.tensorflow import host
 
@@ -21,9 +22,19 @@ class Saver:
 
     Args:
         var_list: variables, or variables by the names they have in files; None: all of `get_variable`,
-            those included that a program makes later.
+            those included that a program creates later.
         max_to_keep: how many files of one saver stay; None or 0: all.
         **_: without effect.
+
+    >>> import pathlib, tempfile
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default(), tf.Session() as sess:
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     path = tf.train.Saver().save(sess, f"{tempfile.mkdtemp()}/model", global_step=3)
+    ...     _ = w.assign(5.0)
+    ...     tf.train.Saver().restore(sess, path)
+    ...     print(pathlib.Path(path).name, w.numpy())
+    model-3 2.0
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class Saver:
             sess: a session.
             save_path: the path, without an ending.
             global_step: a number, or a variable with one, that is put behind the path.
+            **_: without effect.
 
         Raises:
             IPUValueError: there are no variables.
@@ -76,17 +88,29 @@ class Saver:
                 raise NotFoundError(
                     f"Variable {name!r} is not in {save_path}. It has: {', '.join(sorted(values))}."
                 )
-            variable.assign(values[name])
+            with computing(Feed()):  # at once: in a graph an assignment is only described
+                variable.assign(values[name])
 
     def _variables(self) -> dict[str, VariableLike]:
+        if self._given is None:
+            return variables_by_name()
         if isinstance(self._given, Mapping):
             return dict(self._given)
-        found = global_variables() if self._given is None else self._given
-        return {variable.name: variable for variable in found}
+        return {variable.name: variable for variable in self._given}
 
 
 def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -> str | None:
-    """The path that was saved last in a directory; None if there is none."""
+    """The path that was saved last in a directory; None if there is none.
+
+    Args:
+        checkpoint_dir: the directory.
+        latest_filename: the file that names it; None: `checkpoint`.
+
+    >>> import tempfile
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> print(tf.train.latest_checkpoint(tempfile.mkdtemp()))
+    None
+    """
     path = pathlib.Path(checkpoint_dir, latest_filename or "checkpoint")
     if not path.exists():
         return None

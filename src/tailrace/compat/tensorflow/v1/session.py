@@ -4,37 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.arguments import VariableLike
-from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
+from tailrace.compat.ipu.graph import deferred
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
 from tailrace.compat.ipu.graph.named_variables import (
     Store,
     forget_variables,
-    global_variables,
-    trainable_variables,
+    initializer,
+    variables_by_name,
     variables_of,
 )
 from tailrace.compat.ipu.graph.operations import Operation, Undelivered
-from tailrace.compat.ipu.graph.state import is_variable, value_of
-from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
-from tailrace.compat.tensorflow.v1 import deferred
-from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, Step, evaluated
-from tailrace.compat.tensorflow.v1.training import run_step
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import is_tracing
 
 
 class Placeholder(Deferred):
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given; made by `placeholder`.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape.
+        name: its name.
+        default: the value in runs that are given none.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32, [2], "x")
+    >>> x.shape.as_list()
+    [2]
+    """
+
+    shape: Any = None
+    dtype: Any = None
 
     def __init__(
         self,
@@ -48,9 +62,15 @@ class Placeholder(Deferred):
         self.shape = None if shape is None else TensorShape(shape)
 
     def _missing(self, feed: Feed) -> Any:
-        del feed
+        if isinstance(feed, Forms) and self.shape is not None:
+            return jnp.zeros([feed.unknown if n is None else n for n in self.shape], self.dtype)
         if self._default is not None:
-            return np.asarray(self._default, self.dtype)
+            return np.asarray(deferred.evaluated(self._default, feed), self.dtype)
+        if current() is not None:
+            raise IPURuntimeError(
+                f"The placeholder {self.name!r} is used in a compiled program, and is none of its "
+                f"inputs. Give it as one: ipu_compiler.compile(function, inputs=[placeholder])."
+            )
         raise IPURuntimeError(
             f"You must feed a value for the placeholder {self.name!r}: "
             f"sess.run(..., feed_dict={{placeholder: value}})."
@@ -58,22 +78,60 @@ class Placeholder(Deferred):
 
 
 def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Placeholder:
-    """A value that each run of a session is given."""
+    """A value that each run of a session is given.
+
+    Args:
+        dtype: its dtype; 64 bits become 32.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> x = tf.placeholder(tf.float32)
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(x + 1, feed_dict={x: 2.0}))
+    3.0
+    """
     return Placeholder(dtype, shape, name)
 
 
 def placeholder_with_default(
     input: TensorLike, shape: ShapeLike, name: str | None = None
 ) -> Placeholder:
-    """The same, with a value for runs that are given none."""
+    """A placeholder with a value for runs that are given none.
+
+    Args:
+        input: the value.
+        shape: its shape; not checked.
+        name: its name.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> rate = tf.placeholder_with_default(0.5, [])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(rate * 2))
+    1.0
+    """
     return Placeholder(np.asarray(input).dtype, shape, name, input)
 
 
+deferred.later["shape"] = TensorShape
+
+
 class Session:
-    """Runs what was described.
+    """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
+
+    Variables have their values when they are created, so initializers do nothing.
 
     Args:
-        target: without effect, as are `graph` and `config`.
+        target: without effect.
+        graph: the graph whose variables it sees; None: the one around.
+        config: without effect.
+
+    >>> from tailrace.compat import ipu
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> program = ipu.ipu_compiler.compile(lambda x: x + 1, inputs=[1.0])
+    >>> with tf.Session() as sess:
+    ...     print(sess.run(program)[0])
+    2.0
     """
 
     def __init__(self, target: str = "", graph: Any = None, config: Any = None) -> None:
@@ -86,14 +144,17 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        deferred.close_session(self._token)
+        self.close()
 
     def as_default(self) -> Session:
         """The session as the one around."""
         return self
 
     def close(self) -> None:
-        """Without effect."""
+        """No longer be the session around."""
+        if self._token is not None:
+            deferred.close_session(self._token)
+        self._token = None
 
     def run(
         self,
@@ -109,6 +170,9 @@ class Session:
             feed_dict: values of placeholders.
             options: without effect.
             run_metadata: without effect.
+
+        Raises:
+            IPURuntimeError: a placeholder has no value.
         """
         del options, run_metadata
         feed = Feed(
@@ -116,34 +180,45 @@ class Session:
             for key, value in (feed_dict or {}).items()
         )
         steps: list[Step] = []
-        with (
-            self.graph.as_default()
-        ):  # programs are traced when they first run, and ask for variables
+        # Programs are traced when they first run, and ask for variables of the graph.
+        with self.graph.as_default(), deferred.computing(feed):
             found = _fetched(fetches, feed, steps)
             for step in steps:  # at the end: what else is fetched is of before the update
-                run_step(step, feed)
+                step.value(feed)
         return found
+
+    def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
+        """A function of the values of placeholders that returns what is fetched."""
+        return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
 def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
-    if isinstance(fetch, Step):
+    if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
+    if isinstance(fetch, str):
+        return _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
     if isinstance(fetch, dict):
         return {key: _fetched(value, feed, steps) for key, value in fetch.items()}
     if isinstance(fetch, list | tuple):
         return type(fetch)(_fetched(value, feed, steps) for value in fetch)
-    if isinstance(fetch, CompiledOp):
-        if id(fetch) not in feed:
-            feed[id(fetch)] = jax.tree.map(_host, fetch(*evaluated(fetch.inputs, feed)))
-        return feed[id(fetch)]
-    if isinstance(fetch, Deferred):
+    if isinstance(fetch, CompiledOp | Deferred):
         return jax.tree.map(_host, fetch.value(feed))
     if isinstance(fetch, Operation):
         return fetch()
     return _host(fetch)
+
+
+def _named(name: str) -> Any:
+    found = variables_by_name()
+    if name.removesuffix(":0") not in found:
+        raise IPUValueError(
+            f"A session fetches variables by their names. Received: {name!r}. The graph has: "
+            f"{', '.join(found) or 'none'}. Fetch other values as objects: sess.run(value)."
+        )
+    return found[name.removesuffix(":0")]
 
 
 def _host(value: TensorLike) -> Any:
@@ -153,10 +228,17 @@ def _host(value: TensorLike) -> Any:
 
 
 class Graph:
-    """What a session runs: here the variables that `get_variable` makes in it.
+    """What a session runs: here the variables that `get_variable` creates in it.
 
     Args:
         outermost: whether it is the graph that programs have without making one.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     print([variable.name for variable in tf.global_variables()])
+    ['w']
     """
 
     def __init__(self, outermost: bool = False) -> None:
@@ -171,14 +253,20 @@ class Graph:
     def as_default(self) -> Iterator[Graph]:
         """Inside, variables are those of this graph."""
         token = _graphs.set(self)
+        # The graph that programs have without making one is used by those of TensorFlow 2 as well.
+        described = contextlib.nullcontext() if self._variables is None else deferred.in_graph()
         try:
-            with variables_of(self._variables):
+            with variables_of(self._variables), described:
                 yield self
         finally:
             _graphs.reset(token)
 
     def device(self, name: object) -> Any:
-        """Without effect."""
+        """Without effect.
+
+        Args:
+            name: without effect.
+        """
         del name
         return contextlib.nullcontext()
 
@@ -193,25 +281,28 @@ _graphs: contextvars.ContextVar[Graph] = contextvars.ContextVar(
 
 
 def get_default_graph() -> Graph:
-    """The graph around."""
+    """The graph around.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> graph = tf.Graph()
+    >>> with graph.as_default():
+    ...     print(tf.get_default_graph() is graph)
+    True
+    """
     return _graphs.get()
 
 
 def reset_default_graph() -> None:
-    """Forget the variables of the graph around."""
-    forget_variables()
+    """Forget the variables of the graph around.
 
-
-def get_collection(key: str, scope: str | None = None) -> list[Variable]:
-    """The variables of the graph around: all, or those that are trained.
-
-    Args:
-        key: `tf.GraphKeys.GLOBAL_VARIABLES` or `TRAINABLE_VARIABLES`; others are empty.
-        scope: what their names begin with.
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Graph().as_default():
+    ...     w = tf.get_variable("w", initializer=2.0)
+    ...     tf.reset_default_graph()
+    ...     print(tf.global_variables())
+    []
     """
-    found = {"variables": global_variables, "trainable_variables": trainable_variables}
-    variables = found[key]() if key in found else []
-    return [variable for variable in variables if variable.name.startswith(scope or "")]
+    forget_variables()
 
 
 def assignment(method: str) -> Callable[..., Any]:
@@ -220,15 +311,69 @@ def assignment(method: str) -> Callable[..., Any]:
     def assign(ref: VariableLike, value: TensorLike, *_: Any, **__: Any) -> Any:
         if is_tracing():
             return getattr(ref, method)(value)
-        return Deferred(lambda feed: value_of(getattr(ref, method)(evaluated(value, feed))), method)
+        return deferred_call(done, (ref, value), {})
 
-    assign.__name__ = method
+    def done(ref: VariableLike, value: TensorLike) -> Any:
+        return value_of(getattr(ref, method)(value))
+
+    assign.__name__ = done.__name__ = method
     return assign
 
 
 def global_variables_initializer() -> Operation:
-    """An operation that does nothing: variables have their values when they are made."""
-    return Operation("global variables initializer")
+    """An operation that gives the variables of the graph around their first values (again).
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     sess.run(tf.global_variables_initializer())
+    """
+    return Operation("global variables initializer", initializer())
+
+
+def variables_initializer(var_list: Sequence[VariableLike], name: str = "init") -> Operation:
+    """An operation that gives some variables their first values (again).
+
+    Args:
+        var_list: the variables.
+        name: what the operation is called.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> tf.variables_initializer([])
+    <Operation init>
+    """
+    variables = list(var_list)
+    return Operation(name, lambda: [variable.reset() for variable in variables] and None)
+
+
+def get_default_session() -> Session | None:
+    """The session around, or None.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     print(tf.get_default_session() is sess)
+    True
+    """
+    try:
+        return deferred.current_session()
+    except IPURuntimeError:
+        return None
+
+
+def InteractiveSession(target: str = "", graph: Any = None, config: Any = None) -> Session:
+    """A session that is the one around from now on, until it is closed.
+
+    Args:
+        target: without effect.
+        graph: the graph that it runs; None: the one around.
+        config: without effect.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> sess = tf.InteractiveSession()
+    >>> tf.get_default_session() is sess
+    True
+    >>> sess.close()
+    """
+    return Session(target, graph, config).__enter__()
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -5,23 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.compat import tensorflow as _tf
+from tailrace.compat.ipu.graph.deferred import describe_everywhere as _describe_everywhere
 from tailrace.compat.ipu.graph.named_variables import get_variable as get_variable
 from tailrace.compat.ipu.graph.named_variables import get_variable_scope as get_variable_scope
 from tailrace.compat.ipu.graph.named_variables import global_variables as global_variables
 from tailrace.compat.ipu.graph.named_variables import trainable_variables as trainable_variables
 from tailrace.compat.ipu.graph.named_variables import variable_scope as variable_scope
+from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import checkpoints as _checkpoints
 from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
-from tailrace.compat.tensorflow.v1 import losses as _losses  # noqa: F401  (fills the table)
+from tailrace.compat.tensorflow.v1 import averages as _averages
+from tailrace.compat.tensorflow.v1 import decays as _decays  # noqa: F401  (fills the table)
+from tailrace.compat.tensorflow.v1 import gradients as _gradients  # noqa: F401
+from tailrace.compat.tensorflow.v1 import iterators as _iterators
+from tailrace.compat.tensorflow.v1 import layers as _layers
+from tailrace.compat.tensorflow.v1 import losses as _losses  # noqa: F401
 from tailrace.compat.tensorflow.v1 import optimizers as _optimizers
 from tailrace.compat.tensorflow.v1 import saver as _saver
+from tailrace.compat.tensorflow.v1 import summaries as _summaries
+from tailrace.compat.tensorflow.v1.collections_of_graphs import (
+    add_to_collection as add_to_collection,
+)
+from tailrace.compat.tensorflow.v1.collections_of_graphs import get_collection as get_collection
 from tailrace.compat.tensorflow.v1.session import Graph as Graph
+from tailrace.compat.tensorflow.v1.session import InteractiveSession as InteractiveSession
 from tailrace.compat.tensorflow.v1.session import Session as Session
 from tailrace.compat.tensorflow.v1.session import assignment as _assignment
-from tailrace.compat.tensorflow.v1.session import get_collection as get_collection
 from tailrace.compat.tensorflow.v1.session import get_default_graph as get_default_graph
+from tailrace.compat.tensorflow.v1.session import get_default_session as get_default_session
 from tailrace.compat.tensorflow.v1.session import (
     global_variables_initializer as global_variables_initializer,
 )
@@ -31,12 +44,24 @@ from tailrace.compat.tensorflow.v1.session import (
     placeholder_with_default as placeholder_with_default,
 )
 from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_default_graph
+from tailrace.compat.tensorflow.v1.session import variables_initializer as variables_initializer
 
-InteractiveSession = Session
-local_variables_initializer = tables_initializer = global_variables_initializer
-disable_v2_behavior = disable_eager_execution = enable_v2_behavior = _nothing
+local_variables_initializer = tables_initializer = _nothing
 disable_resource_variables = enable_resource_variables = _nothing
-disable_control_flow_v2 = disable_v2_tensorshape = enable_eager_execution = _nothing
+disable_control_flow_v2 = disable_v2_tensorshape = _nothing
+
+
+def disable_v2_behavior() -> None:
+    """Describe operations on variables for a session, in the whole process, as TensorFlow 1 does."""
+    _describe_everywhere(True)
+
+
+def enable_v2_behavior() -> None:
+    """Compute operations as they are written, outside of graphs and programs."""
+    _describe_everywhere(False)
+
+
+disable_eager_execution, enable_eager_execution = disable_v2_behavior, enable_v2_behavior
 
 
 def _global_step(graph: Any = None) -> Any:
@@ -60,6 +85,7 @@ train = _Namespace(
     }
     | {
         "Checkpoint": _checkpoints.Checkpoint,
+        "ExponentialMovingAverage": _averages.ExponentialMovingAverage,
         "CheckpointManager": _checkpoints.CheckpointManager,
         "Saver": _saver.Saver,
         "get_global_step": _global_step,
@@ -79,10 +105,41 @@ GraphKeys = _Namespace(
     },
 )
 losses = _Namespace("compat.v1.losses")
+data = _Namespace("data", _iterators.ITERATORS, on_host=True)
+summary = _Namespace("compat.v1.summary", _summaries.SUMMARIES)
+layers = _Namespace("compat.v1.layers", _layers.LAYERS)
 logging = _Namespace(
     "compat.v1.logging",
     {"set_verbosity": _nothing, **dict.fromkeys(("DEBUG", "INFO", "WARN", "ERROR", "FATAL"), 0)},
 )
+
+
+class _Metrics:
+    """Keras' metrics; those of TensorFlow 1 are refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(_tf.metrics, name, None)
+        if found is None:
+            raise _RefusedName(
+                f"tf.metrics.{name} kept sums in local variables. Compute the value of a batch: "
+                f"tf.reduce_mean(tf.cast(tf.equal(labels, predictions), tf.float32)), and take the "
+                f"mean on the host; or use keras.metrics."
+            )
+        return found
+
+
+metrics = _Metrics()
+
+
+def to_float(x: Any, name: str | None = None) -> Any:
+    """The values as float32."""
+    return _OPERATIONS["cast"](x, "float32", name=name)
+
+
+def to_int32(x: Any, name: str | None = None) -> Any:
+    """The values as int32."""
+    return _OPERATIONS["cast"](x, "int32", name=name)
+
 
 _RENAMED = {
     "random_normal": "random.normal",

@@ -1,0 +1,41 @@
+"""Checks of arguments that are paths."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tailrace.errors import OptionError, TailraceError
+
+
+def is_path(value: Any) -> bool:
+    """Whether a value can be the path of a file: a text, or an object that has one (`pathlib.Path`).
+
+    >>> is_path("runs/first"), is_path(Path("runs")), is_path(b"runs"), is_path(""), is_path(3)
+    (True, True, False, False, False)
+    """
+    if not isinstance(value, str | os.PathLike):
+        return False
+    text = os.fspath(value)
+    # The operating system ends a path at a null byte: it would be another path.
+    return isinstance(text, str) and bool(text) and "\0" not in text
+
+
+def check_path(
+    name: str, value: Any, *, what: str = "directory", error: type[TailraceError] = OptionError
+) -> Path:
+    """An absolute path, independent of later changes of the working directory; or an error.
+
+    Args:
+        name: the name of the argument.
+        value: its value.
+        what: what the path leads to.
+        error: the error class to raise.
+
+    >>> check_path("path", "runs/first").name
+    'first'
+    """
+    if is_path(value):
+        return Path(value).absolute()
+    raise error(
+        f"{name} is the path of a {what}: a text, or a pathlib.Path. Received: {name}={value!r:.80}."
+    )

@@ -1,0 +1,57 @@
+"""`files.json`: the files of a checkpoint, with sizes and checksums, to look at before Orbax does.
+
+Orbax reads arrays at the same time, in threads of its own. If one fails, the others report to a loop
+that is closed: pages of tracebacks beside the one sentence. So missing, cut and changed files are found
+here. Large files are compared by size only: the values in them have checksums, array by array.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tailrace.data.files import json_checksum, read_json
+from tailrace.errors import CheckpointError
+
+FILE = "files.json"
+
+OWN = "_CHECKPOINT_METADATA"
+"""Orbax's file with our note, which has a checksum of its own."""
+
+SMALL = 1 << 20
+"""The most bytes of a file that is compared byte for byte: descriptions, and trees of addresses."""
+
+
+def write_list(directory: Path) -> None:
+    """List the files of a directory, which is complete."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != OWN)
+    found = {path.relative_to(directory).as_posix(): _described(path) for path in files}
+    said = {"files": found, "checksum": json_checksum(found)}
+    (directory / FILE).write_text(json.dumps(said), encoding="utf-8")
+
+
+def damage_in(directory: Path) -> str:
+    """What is wrong with the files of a directory; empty if nothing is, or if there is no list."""
+    if not (directory / FILE).exists():  # of an earlier version
+        return ""
+    try:
+        said = read_json(directory / FILE, CheckpointError)
+        files, whole = dict(said["files"]), said["checksum"] == json_checksum(said["files"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{FILE} cannot be read"
+    if not whole:
+        return f"{FILE} is not what was written"
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"the file {name!r} is missing"
+        if _described(path) != expected:
+            return f"the file {name!r} is not what was written"
+    return ""
+
+
+def _described(path: Path) -> list[Any]:
+    size = path.stat().st_size
+    return [size, zlib.crc32(path.read_bytes()) if size <= SMALL else None]
