@@ -225,10 +225,15 @@ def called_layers(model: keras.Model) -> Opened:
             f"inputs, which it does not know. Call it on a batch first."
         )
     # A Sequential model inside that has not run yet calls its layers to build itself, and then again.
-    for _ in range(1 if _is_built(model) else 2):
-        calls = Following(model, None, cuts=False)
-        with followed(calls), keras.StatelessScope(), in_scope():
-            model.compute_output_spec(_symbols(shape))
+    if not _is_built(model):
+        _follow(model, shape)
+    return _follow(model, shape)
+
+
+def _follow(model: keras.Model, shape: ShapeLike) -> Opened:
+    calls = Following(model, None, cuts=False)
+    with followed(calls), keras.StatelessScope(), in_scope():
+        model.compute_output_spec(_symbols(shape))
     return calls.found
 
 
