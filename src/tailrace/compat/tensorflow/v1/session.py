@@ -189,7 +189,12 @@ class Session:
         return found
 
     def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
-        """A function of the values of placeholders that returns what is fetched."""
+        """A function of the values of placeholders that returns what is fetched.
+
+        Args:
+            fetches: as for `run`.
+            feed_list: the placeholders, in the order of the function's arguments.
+        """
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
