@@ -8,6 +8,7 @@ from small_runs import make_trainer, train
 
 from tailrace.cli import doctor
 from tailrace.cli.command_line import main
+from tailrace.devices.processes import launch
 
 MODULE = """
 import numpy as np, optax, tailrace as tr
@@ -49,6 +50,24 @@ def test_pictures(finished, tmp_path, capsys):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
 
 
+def test_values_that_begin_with_a_minus(finished, capsys):
+    pytest.importorskip("matplotlib")
+    run = ["heatmap", str(finished), "-o", "a.svg"]
+    assert main([*run, "--steps", "-3:", "--scale", "-1:1"]) == 0
+    assert ", 3 columns: " in capsys.readouterr().out
+    assert main([*run, "--steps", "-3:-2", "--scale", "-.5:-1e-3"]) == 0
+    assert ", 1 columns: " in capsys.readouterr().out
+    assert main([*run, "--steps", "-3"]) == 2
+    assert "--steps is FIRST:STOP" in capsys.readouterr().err
+
+
+def test_the_arguments_of_a_launched_script_stay_as_they_are(monkeypatch):
+    given = []
+    monkeypatch.setattr(launch, "launch", lambda script, *_: given.extend(script) or 0)
+    assert main(["launch", "-n", "1", "train.py", "--steps", "-1:"]) == 0
+    assert given == ["train.py", "--steps", "-1:"]
+
+
 def test_tensorboard(finished, tmp_path, capsys):
     pytest.importorskip("tensorboardX")
     assert main(["tensorboard", str(finished), "log", "--every", "10"]) == 0
@@ -86,6 +105,24 @@ def test_plan(tmp_path, capsys):
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     assert main(["plan", *sizes, "--inference"]) == 0
     assert "inference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--device-mapping", "0+1,2"], "Received: 2 in '0+1,2', and --stages 3. Make them equal"),
+        (["--device-mapping", "0,1"], "Received: 2 in '0,1', and --stages 3. Make them equal"),
+        (["--forward", "1,a,1"], "--forward has a number for each stage"),
+        (["--forward", "1,1"], "received 2 times for 3 stages"),
+        (["--forward", "1,1,1", "--backward", "1,1"], "received 2 times for 3 stages"),
+        (["--forward", "-1,1,1"], "`forward`"),
+        (["--backward", "1,1,1"], "--backward goes with --forward"),
+    ],
+)
+def test_a_wrong_plan_is_refused_before_anything_is_printed(options, text, capsys):
+    assert main(["plan", "--stages", "3", "--microbatches", "6", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, text in err) == ("", True), err
 
 
 @pytest.mark.cpu

@@ -14,7 +14,7 @@ from typing import Any
 from tailrace._version import __version__
 from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
-from tailrace.cli.parsers import Subparsers
+from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...
     SystemExit: 0
     """
-    parsed = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows `launch` belongs to the user's script, which gets it as it was given.
+    parsed = _parser().parse_args(given if given[:1] == ["launch"] else joined(given))
     try:
         return parsed.run(parsed)
     except TailraceError as error:
@@ -213,6 +215,12 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"--schedule is one of {', '.join(known)}. Received: {arguments.schedule!r}."
         )
     mapping = _each("--device-mapping", arguments.device_mapping, int)
+    if mapping is not None and len(mapping) != arguments.stages:
+        raise OptionError(
+            f"--device-mapping has an entry for each of the --stages. Received: {len(mapping)} in "
+            f"{arguments.device_mapping!r}, and --stages {arguments.stages}. Make them equal; 1+2 is "
+            f"one stage of two members."
+        )
     members = [len(each) if isinstance(each, list) else 1 for each in mapping or ()]
     made = make(
         members if any(count > 1 for count in members) else arguments.stages,
@@ -221,13 +229,15 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         mapping,
         training=not arguments.inference,
     )
-    print(made)
     forward = _each("--forward", arguments.forward, float)
     backward = _each("--backward", arguments.backward, float)
-    if forward is not None:
-        print(made.simulate(forward, backward))
-    elif backward is not None:
+    if forward is None and backward is not None:
         raise OptionError("--backward goes with --forward: give the times of both passes.")
+    # Before anything is printed: it refuses wrong times.
+    times = None if forward is None else made.simulate(forward, backward)
+    print(made)
+    if times is not None:
+        print(times)
     if arguments.svg:
         try:
             Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")

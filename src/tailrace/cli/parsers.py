@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+_NEGATIVE = re.compile(r"-[\d.]")
+"""The start of a value such as `-1:` or `-1:1`."""
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with each option and a negative value after it as one: `--steps=-1:`.
+
+    argparse takes a value that begins with a minus and is no plain number for another option.
+
+    >>> joined(["heatmap", "run", "--steps", "-1:", "--scale", "0:1"])
+    ['heatmap', 'run', '--steps=-1:', '--scale', '0:1']
+    """
+    found: list[str] = []
+    for argument in arguments:
+        last = found[-1] if found else ""
+        if _NEGATIVE.match(argument) and last.startswith("--") and "=" not in last:
+            found[-1] = f"{last}={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 class Subparsers(Protocol):
