@@ -34,7 +34,13 @@ def changed(text, path, new):
 
 def read_everything(directory):
     run = tr.open_run(directory)
-    texts = [repr(run), run._repr_html_(), repr(run.records), str(run.catalogue), repr(run.plan)]
+    texts = [
+        repr(run),
+        run._repr_html_(),
+        repr(run.records),
+        run.catalogue.to_text(),
+        repr(run.plan),
+    ]
     found = [run.records[pair] for pair in run.records]
     found += [run.executions, run.nonfinite_reports]
     return texts, found, {name: run.history[name] for name in run.history}

@@ -167,7 +167,7 @@ def test_names_never_become_paths(tmp_path):
     train(trainer)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
     run = tr.open_run(tmp_path / "run")
-    texts = [repr(run.records), str(run.catalogue), repr(run.history), run._repr_html_()]
+    texts = [repr(run.records), run.catalogue.to_text(), repr(run.history), run._repr_html_()]
     texts += [run.catalogue._repr_html_(), run.history._repr_html_()]
     assert not any("\x1b" in text for text in texts)
     assert run.records.names == ["grad/../../evil\x1b[2J"]

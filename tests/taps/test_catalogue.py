@@ -86,7 +86,7 @@ def test_the_source_is_the_line_of_the_user(catalogue):
     path, line = catalogue["activation/hidden"].source.rsplit(":", 1)
     assert path.endswith("plain_steps.py")
     assert "jnp.tanh" in Path(path).read_text().splitlines()[int(line) - 1]
-    assert "/tailrace/tensors/" not in str(catalogue)
+    assert "/tailrace/tensors/" not in catalogue.to_text()
 
 
 def test_a_folder_of_the_user_may_be_called_like_a_library(tmp_path, monkeypatch):
@@ -125,16 +125,17 @@ def test_a_catalogue_as_json(catalogue):
 
 
 def test_a_catalogue_as_a_table(catalogue):
-    lines = str(catalogue).splitlines()
+    lines = catalogue.to_text().splitlines()
     assert lines[0].split() == ["name", "shape", "dtype", "source"]
     assert len(lines) == len(catalogue) + 1
-    *shown, rest = repr(catalogue).splitlines()
+    assert str(catalogue) == repr(catalogue)
+    *shown, rest = str(catalogue).splitlines()
     assert shown == lines[: len(shown)]
     assert rest.startswith(
-        f"… and {len(lines) - len(shown)} more; print() shows all. Of each kind: "
+        f"… and {len(lines) - len(shown)} more; to_text() has all. Of each kind: "
     )
     assert "14 activation" in rest
-    assert repr(Catalogue(list(catalogue)[:5])) == str(Catalogue(list(catalogue)[:5]))
+    assert str(Catalogue(list(catalogue)[:5])) == Catalogue(list(catalogue)[:5]).to_text()
     assert catalogue._repr_html_().count("<tr>") == len(lines)
     staged = Catalogue([Entry("loss", "loss", (), np.dtype("f4"), stage=1)])
     assert str(staged).splitlines()[0].split() == ["name", "shape", "dtype", "stage", "source"]

@@ -10,6 +10,8 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_close
+from tailrace.runs.info import read_info, write_info
+from tailrace.runs.storage.held import HeldDirectory
 
 ROWS = np.random.default_rng(0).normal(size=(24, 4, 3)).astype(np.float32)
 SCHEDULE = optax.exponential_decay(0.1, 3, 0.5)
@@ -131,6 +133,34 @@ def test_speeds_count_examples_tokens_and_operations():
     # A product of [28, 3] and [3, 3], forward, and backward for both factors.
     per_example = 3 * 2 * 7 * 3 * 3
     np.testing.assert_allclose(history["mfu"], per_example * speed / 1e9, rtol=1e-5)
+
+
+def test_arrays_in_the_configuration_are_numbers(tmp_path):
+    config = {
+        "numpy": np.float32(3),
+        "jax": {"count": jnp.int32(2), "rate": jnp.bfloat16(0.5)},
+        "flag": np.bool_(True),
+        "list": [np.arange(4).reshape(2, 2), jnp.ones(2)],
+        "complex": np.complex64(1j),
+        "key": jax.random.key(0),
+        "large": np.zeros(2000),
+        "dtype": np.dtype("f4"),
+    }
+    held = HeldDirectory(tmp_path)
+    held.hold()
+    write_info(held, {"config": config})
+    held.release()
+    stored = read_info(tmp_path)["config"]
+    assert str(stored.pop("key")).startswith("Array(")
+    assert stored.pop("large") == str(np.zeros(2000))
+    assert stored == {
+        "numpy": 3.0,
+        "jax": {"count": 2, "rate": 0.5},
+        "flag": True,
+        "list": [[[0, 1], [2, 3]], [1.0, 1.0]],
+        "complex": "1j",
+        "dtype": "float32",
+    }
 
 
 def test_what_the_user_configured_is_in_the_run(tmp_path, capsys):

@@ -88,11 +88,11 @@ def test_records_and_catalogues_are_cut_short(trained):
     many = {f"w{n:02}": np.ones(1, np.float32) for n in range(25)}
     wide = tr.Trainer(lambda w, x: sum(v.sum() for v in w.values()) * x.sum(), optax.sgd(0.1), many)
     catalogue = wide.tensors(ROWS[0])
-    lines = repr(catalogue).splitlines()
+    lines = str(catalogue).splitlines()
     assert len(lines) == 32
-    assert "print() shows all" in lines[-1]
+    assert "to_text() has all" in lines[-1]
     assert "25 param" in lines[-1]
-    assert len(str(catalogue).splitlines()) == len(catalogue) + 1
+    assert len(catalogue.to_text().splitlines()) == len(catalogue) + 1
     assert "<details>" in catalogue._repr_html_()
 
 

@@ -160,7 +160,7 @@ def _run_tensors(arguments: argparse.Namespace) -> int:
     listed = trainer.tensors(*example)
     with names_listed_by("tailrace tensors without --select"):
         chosen = listed.select(selected(arguments))
-    print(chosen.to_json() if arguments.json else chosen)
+    print(chosen.to_json() if arguments.json else chosen.to_text())
     return 0
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from tailrace._version import __version__
 from tailrace.data.files import read_json
 from tailrace.errors import RunError
@@ -22,6 +25,8 @@ from tailrace.runs.storage.held import HeldDirectory
 from tailrace.taps.catalogue import Catalogue, Entry
 
 RUN_FILE = "run.json"
+MOST_VALUES = 1000
+"""The largest array that is stored as a list: NumPy's text of a larger one is abbreviated."""
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "zarr", "keras", "torch")
 
 
@@ -46,7 +51,16 @@ def write_info(directory: HeldDirectory, info: Mapping[str, Any]) -> None:
         "versions": versions(),
         **info,
     }
-    put_files(directory, {RUN_FILE: json.dumps(whole, indent=1, default=str).encode()})
+    put_files(directory, {RUN_FILE: json.dumps(whole, indent=1, default=_plain).encode()})
+
+
+def _plain(value: object) -> Any:
+    """What JSON has for an object: numbers and lists for small arrays, a text for anything else."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.size <= MOST_VALUES:
+        # Keys, and arrays that were deleted or are elsewhere, have no values here.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return np.asarray(value).tolist()
+    return str(value)
 
 
 def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:

@@ -65,11 +65,14 @@ LISTED = " All names: "
 """The start of the last sentence of the error for a selection that matches nothing."""
 
 MOST_SHOWN = 30
-"""The number of tensors that `repr` of a catalogue shows."""
+"""The number of tensors that a catalogue shows when it is printed."""
 
 
 class Catalogue(Sequence[Entry]):
     """The tensors of a step; prints as a table.
+
+    Of a long catalogue, `print` shows the first tensors and how many there are of each kind. Iteration,
+    `names`, `to_rows`, `to_json` and `to_text` have all of them.
 
     >>> import numpy as np
     >>> from tailrace.taps.catalogue import Catalogue, Entry
@@ -162,7 +165,8 @@ class Catalogue(Sequence[Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __str__(self) -> str:
+    def to_text(self) -> str:
+        """The catalogue as a table of all tensors; `print` shows the first of a long one."""
         staged = any(entry.stage >= 0 for entry in self._entries)
         rows = [self._row(entry, staged) for entry in self._entries]
         head = ("name", "shape", "dtype", *(["stage"] if staged else []), "source")
@@ -175,13 +179,13 @@ class Catalogue(Sequence[Entry]):
     def __repr__(self) -> str:
         more = len(self) - MOST_SHOWN
         if more <= 0:
-            return str(self)
+            return self.to_text()
         kinds: dict[str, int] = {}
         for entry in self._entries:
             kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        rest = f"… and {more:,} more; print() shows all. Of each kind: {counts}"
-        return f"{Catalogue(self._entries[:MOST_SHOWN])}\n{rest}"
+        rest = f"… and {more:,} more; to_text() has all. Of each kind: {counts}"
+        return f"{Catalogue(self._entries[:MOST_SHOWN]).to_text()}\n{rest}"
 
     def _repr_html_(self) -> str:
         import html
