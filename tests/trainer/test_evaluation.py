@@ -315,9 +315,25 @@ def test_an_eval_fn_is_used_instead_of_the_loss():
         tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), eval_fn=3)
 
 
+def test_a_generator_is_used_up_after_one_validation():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    rows = (element for element in ELEMENTS[:2])
+    text = (
+        "^Each validation reads all of validation_data. A dataset needs at least one element. "
+        "Received: an empty generator .*An iterator is used up after one pass. To read it again, give a list, "
+        r"tr.batches\(...\), or a function that makes a new iterator.$"
+    )
+    with pytest.raises(DataExhausted, match=text):
+        trainer.fit(ELEMENTS[:2], epochs=2, validation_data=rows)
+    with pytest.raises(DataExhausted, match="^A dataset needs .* used up after one pass"):
+        trainer.evaluate(rows)
+    history = trainer.fit(ELEMENTS[:2], epochs=2, validation_data=lambda: iter(ELEMENTS[:2]))
+    assert len(history.validated) == 2
+
+
 def test_sentences():
     trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
-    with pytest.raises(DataExhausted, match="at least one element"):
+    with pytest.raises(DataExhausted, match="at least one element. Received: an empty list.$"):
         trainer.evaluate([])
     with pytest.raises(ProgramError, match="does not fit"):
         trainer.predict(ELEMENTS, lambda p: p)

@@ -59,6 +59,10 @@ class OneShotIterator(Dataset):
     """An iterator or generator, which can be read only once."""
 
     restartable = False
+    when_empty = (
+        "An iterator is used up after one pass. To read it again, give a list, tr.batches(...), or a "
+        "function that makes a new iterator."
+    )
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         # One map for all callers: elements that one did not take stay in the shared iterator.

@@ -39,6 +39,9 @@ class Dataset(ABC):
     restartable: bool = True
     """Whether each iteration starts from the beginning (False: a one-shot iterator continues)."""
 
+    when_empty: str = ""
+    """What to give instead, for the message that there are no elements."""
+
     fast: Batches | None = None
     """The arrays of the stream, if they are in memory: `iterate` then returns a `BatchIterator`, with a
     position, `read` and `indices`."""

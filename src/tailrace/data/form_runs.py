@@ -34,6 +34,7 @@ def form_runs(dataset: Any) -> Iterator[Any]:
         return
     # As a stream, not grouped in advance: the dataset may be endless, or larger than memory.
     run = _Run(source.name, source.iterate())
+    run.when_empty = source.when_empty
     yield run
     while run.following is not None:
         run = _Run(source.name, chain([run.following], run.elements))

@@ -56,7 +56,7 @@ class Reader:
         self, dataset: Any, epoch: int | None = None, blocks: Blocks | None = None
     ) -> None:
         source = as_dataset(dataset)
-        self.name = source.name
+        self.name, self._when_empty = source.name, source.when_empty
         self._source: Iterator[Any] = self._opened(source, epoch or 0)
         batches = self._source.batches if isinstance(self._source, BatchIterator) else None
         self._blocks = HostBlocks(batches) if blocks is None else blocks
@@ -85,7 +85,8 @@ class Reader:
             (first,) = self._first
             if first is _END:
                 raise DataExhausted(
-                    f"A dataset needs at least one element. Received: an empty {self.name}."
+                    f"A dataset needs at least one element. Received: an empty {self.name}. "
+                    f"{self._when_empty}".rstrip()
                 )
             self._spec = self._first_form(first)
             self._first = None

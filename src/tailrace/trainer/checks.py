@@ -19,6 +19,7 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision
 from tailrace.taps.tap import StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.modules.recognition import without_values
 from tailrace.trainer.observation.monitoring import Monitor
 
 
@@ -150,9 +151,10 @@ def check_arrays(what: str, tree: Tree) -> None:
         try:
             jax.typeof(leaf)
         except (TypeError, ValueError, OverflowError):
+            instead = f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
             raise ProgramError(
-                f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, a "
-                f"{type(leaf).__name__}. Give the arrays only and close over the rest."
+                f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, "
+                f"{without_values(leaf) or instead}"
             ) from None
 
 

@@ -1,5 +1,6 @@
 """Modules are recognised by what is loaded; what they rely on of their libraries is probed."""
 
+import re
 import subprocess
 import sys
 
@@ -8,11 +9,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
-from tailrace.errors import VersionError
+from tailrace.errors import ProgramError, VersionError
 from tailrace.seams import Package
 from tailrace.trainer.modules import equinox_seams, flax_seams
 from tailrace.trainer.modules.binding import Plain
@@ -68,6 +70,47 @@ def test_a_tree_of_modules_is_a_model_too():
         names = trainer.tensors((x, y)).names
         assert {f"grad/1/{weight}", "activation/0", "activation/1"} <= set(names)
         assert_bits_equal(trainer.model[1].bias[...], parts[kind][1].bias[...])
+
+
+class Nnx(nnx.Module):
+    pass
+
+
+class Equinox(eqx.Module):
+    pass
+
+
+class Linen(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (Nnx, "'params', the NNX class Nnx. Give an instance of it: Nnx(..., rngs=nnx.Rngs(0))."),
+        (
+            Equinox,
+            "'params', the Equinox class Equinox. Give an instance of it: Equinox(..., key=key).",
+        ),
+        (
+            Linen(),
+            "'params', a Linen module, Linen. Linen modules hold no values: give the variables "
+            "that model.init(key, x) returns",
+        ),
+        (
+            Linen,
+            "'params', the Linen class Linen. Linen modules hold no values: give the variables that "
+            "Linen(...).init(key, x) returns",
+        ),
+        ({"head": Linen()}, "'head', a Linen module, Linen."),
+        ({"head": int}, "'head', a type. Give the arrays only"),
+    ],
+)
+def test_what_holds_no_values_is_named(params, text):
+    with pytest.raises(
+        ProgramError, match=re.escape(f"params is a tree of arrays. Received: {text}")
+    ):
+        tr.Trainer(mlp_loss, optax.sgd(0.1), params)
 
 
 # -- seams --------------------------------------------------------------------------------------

@@ -148,6 +148,7 @@ class Share(Dataset):
         self._first = process * self._count
         self.name = f"share of process {process} of {self._source.name}"
         self.endless, self.restartable = self._source.endless, self._source.restartable
+        self.when_empty = self._source.when_empty
         if self._source.length is not None:
             whole, rest = divmod(self._source.length, replicas)
             self.length = whole * self._count + min(max(rest - self._first, 0), self._count)

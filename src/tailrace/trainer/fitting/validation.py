@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count
-from tailrace.errors import DataError, OptionError
+from tailrace.errors import DataError, DataExhausted, OptionError
 
 
 class Validation:
@@ -61,7 +61,10 @@ class Validation:
 
     def run(self) -> dict[str, float]:
         """Evaluate; returns the scalars by name, without prefix."""
-        values = self._evaluate(self._data)
+        try:
+            values = self._evaluate(self._data)
+        except DataExhausted as error:
+            raise DataExhausted(f"Each validation reads all of validation_data. {error}") from None
         scalars = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
         self.latest = {f"val_{name}": value for name, value in scalars.items()}
         return scalars

@@ -48,6 +48,35 @@ def bind_one(params: Tree, model_state: Tree) -> Binding:
     return Plain(params, model_state)
 
 
+def without_values(leaf: Any) -> str | None:
+    """What holds no parameters though its library's models do, and what to give instead.
+
+    >>> without_values("a text") is None
+    True
+    """
+    made: type = leaf if isinstance(leaf, type) else type(leaf)
+    is_class, name = made is leaf, made.__name__
+    if _is_of("flax.linen", made):
+        what = f"the Linen class {name}" if is_class else f"a Linen module, {name}"
+        model = f"{name}(...)" if is_class else "model"
+        return (
+            f"{what}. Linen modules hold no values: give the variables that {model}.init(key, x) "
+            f"returns, and call model.apply in the loss function."
+        )
+    for library, title, arguments in (
+        ("flax.nnx", "NNX", "..., rngs=nnx.Rngs(0)"),
+        ("equinox", "Equinox", "..., key=key"),
+    ):
+        if is_class and _is_of(library, made):
+            return f"the {title} class {name}. Give an instance of it: {name}({arguments})."
+    return None
+
+
+def _is_of(library: str, made: type) -> bool:
+    """Whether a class is a module's of a library, which must be loaded for that."""
+    return library in sys.modules and issubclass(made, sys.modules[library].Module)
+
+
 def _fits(pipeline: Pipeline, tree: Tree) -> bool:
     """Whether a tree has an entry for each member of each stage."""
     if not isinstance(tree, list | tuple) or not len(tree) == len(pipeline.stages) > 0:
