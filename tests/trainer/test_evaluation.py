@@ -320,8 +320,8 @@ def test_a_generator_is_used_up_after_one_validation():
     rows = (element for element in ELEMENTS[:2])
     text = (
         "^Each validation reads all of validation_data. A dataset needs at least one element. "
-        "Received: an empty generator .*An iterator is used up after one pass. To read it again, give a list, "
-        r"tr.batches\(...\), or a function that makes a new iterator.$"
+        "Received: an empty generator .*An iterator is used up after one pass. "
+        r"To read it again, give a list, tr.batches\(...\), or a function that makes a new iterator.$"
     )
     with pytest.raises(DataExhausted, match=text):
         trainer.fit(ELEMENTS[:2], epochs=2, validation_data=rows)

@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...
     SystemExit: 0
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows `launch` belongs to the user's script, which gets it as it was given.
-    parsed = _parser().parse_args(given if given[:1] == ["launch"] else joined(given))
+    parsed = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         return parsed.run(parsed)
     except TailraceError as error:

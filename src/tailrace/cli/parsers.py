@@ -19,6 +19,8 @@ def joined(arguments: Sequence[str]) -> list[str]:
     >>> joined(["heatmap", "run", "--steps", "-1:", "--scale", "0:1"])
     ['heatmap', 'run', '--steps=-1:', '--scale', '0:1']
     """
+    if list(arguments[:1]) == ["launch"]:  # its script gets its arguments as they were given
+        return list(arguments)
     found: list[str] = []
     for argument in arguments:
         last = found[-1] if found else ""
