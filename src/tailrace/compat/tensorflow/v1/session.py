@@ -196,7 +196,7 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
-    if isinstance(fetch, str):
+    if type(fetch) is str:  # a text that is a result has a class of its own
         return _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
