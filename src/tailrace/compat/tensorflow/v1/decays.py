@@ -21,6 +21,7 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         computed = operation(*(f"train.{name}" for name in names))(rule)
 
         def rate(*args: Any, **kwargs: Any) -> Any:
+            """A rate that follows the steps; outside programs and graphs, a function of it."""
             if describing() or running() is not None:
                 return computed(*args, **kwargs)
             return lambda: computed(*args, **kwargs)

@@ -119,7 +119,8 @@ deferred.later["shape"] = TensorShape
 class Session:
     """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
 
-    Variables have their values when they are created, so initializers do nothing.
+    Variables have their values when they are created and keep them from session to session;
+    `global_variables_initializer` gives them their first values again.
 
     Args:
         target: without effect.
@@ -188,7 +189,12 @@ class Session:
         return found
 
     def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
-        """A function of the values of placeholders that returns what is fetched."""
+        """A function of the values of placeholders that returns what is fetched.
+
+        Args:
+            fetches: what `run` takes.
+            feed_list: the placeholders, in the order of the function's arguments.
+        """
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
