@@ -100,7 +100,7 @@ class CompiledOp:
         """What it returns in a run of a session; it runs once in it.
 
         Args:
-            feed: the values of placeholders in this run.
+            feed: the values that the run was given and has computed.
         """
         if id(self) not in feed:
             feed[id(self)] = self(*evaluated(self.inputs, feed))
