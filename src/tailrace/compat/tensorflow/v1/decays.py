@@ -23,7 +23,6 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(rule)
         def rate(*args: Any, **kwargs: Any) -> Any:
-            """A rate that follows the steps; outside programs and graphs, a function of it."""
             if describing() or running() is not None:
                 return computed(*args, **kwargs)
             return lambda: computed(*args, **kwargs)
