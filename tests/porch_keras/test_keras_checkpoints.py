@@ -267,6 +267,19 @@ def test_the_counters_of_backup_and_restore_go_on(tmp_path):
     assert script([Kill(25)], "epoch", 3) == (2, 0), "an epoch leaves no batch"
 
 
+def test_a_fit_with_a_backup_is_made_again_by_the_same_process(tmp_path):
+    expected = model_of(execution=1)
+    expected.fit(**arrays(epochs=3), verbose=0)
+    model = model_of(execution=1)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(Killed):
+        model.fit(**arrays(epochs=3), callbacks=[backup, Kill(20)], verbose=0)
+    assert model.optimizer.iterations > 20
+    model.fit(**arrays(epochs=3), callbacks=[backup], verbose=0)
+    same(model, expected)
+    assert (backup._current_epoch, os.path.exists(tmp_path / "backup")) == (3, False)
+
+
 def test_a_backup_that_keras_has_written_is_keras_to_restore(tmp_path, caplog):
     def script(adopted, extra=()):
         keras.utils.set_random_seed(3)
