@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.arguments import VariableLike
+from tailrace.compat.ipu.dataset_benchmark import ResultText
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
@@ -188,7 +189,12 @@ class Session:
         return found
 
     def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
-        """A function of the values of placeholders that returns what is fetched."""
+        """A function of the values of placeholders that returns what is fetched.
+
+        Args:
+            fetches: as for `run`.
+            feed_list: the placeholders, in the order of the function's arguments.
+        """
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
@@ -197,7 +203,7 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
         steps.append(fetch)
         return None
     if isinstance(fetch, str):
-        return _host(_named(fetch))
+        return fetch if isinstance(fetch, ResultText) else _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
     if isinstance(fetch, dict):
