@@ -253,6 +253,11 @@ def test_backup_and_restore_is_exact(tmp_path, freq):
     assert not directory.exists(), "as Keras does: nothing is left once the fit has ended"
 
 
+def counters(backup):
+    """What Keras' own tests read of the callback: the epoch, and the last batch in it."""
+    return tuple(vars(backup)[name] for name in ("_current_epoch", "_last_batch_seen"))
+
+
 def test_the_counters_of_backup_and_restore_go_on(tmp_path):
     def script(extra, freq, epochs):
         backup = keras.callbacks.BackupAndRestore(tmp_path / str(freq), save_freq=freq)
@@ -260,11 +265,25 @@ def test_the_counters_of_backup_and_restore_go_on(tmp_path):
             model_of(execution=1).fit(
                 **arrays(epochs=epochs), callbacks=[backup, *extra], verbose=0
             )
-        return backup._current_epoch, backup._last_batch_seen
+        return counters(backup)
 
     assert script([Kill(2)], 4, 2) == (0, 2), "12 batches in an epoch; the third raises"
     assert script([], 4, 2) == (2, 0)
     assert script([Kill(25)], "epoch", 3) == (2, 0), "an epoch leaves no batch"
+
+
+def test_a_fit_with_a_backup_is_made_again_by_the_same_process(tmp_path):
+    expected = model_of(execution=1)
+    expected.fit(**arrays(epochs=3), verbose=0)
+    model = model_of(execution=1)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(Killed):
+        model.fit(**arrays(epochs=3), callbacks=[backup, Kill(20)], verbose=0)
+    assert model.optimizer.iterations > 20
+    model.fit(**arrays(epochs=3), callbacks=[backup], verbose=0)
+    same(model, expected)
+    assert counters(backup) == (3, 0)
+    assert not os.path.exists(tmp_path / "backup")
 
 
 def test_a_backup_that_keras_has_written_is_keras_to_restore(tmp_path, caplog):

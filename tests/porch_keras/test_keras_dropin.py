@@ -82,6 +82,23 @@ class Changing(keras.utils.PyDataset):
         return x * self.scale, y
 
 
+class StopsFirst(keras.callbacks.Callback):
+    """Stops the fit before the second epoch has run anything."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def test_a_fit_that_is_stopped_at_the_beginning_of_an_epoch():
+    x, y = digits_like()
+    pair = twins(classifier, execution=1, **SPARSE)
+    histories = fit_both(
+        pair, x, y, batch_size=8, epochs=3, callbacks=lambda: [StopsFirst()], shuffle=False
+    )
+    assert_same(pair, histories)
+    assert int(pair[1].optimizer.iterations) == len(x) // 8 + 1
+
+
 @pytest.mark.parametrize("steps", [None, 16])
 def test_what_is_changed_at_the_end_of_an_epoch_has_its_effect_at_once(steps):
     pair = twins(classifier, execution=8, **SPARSE)

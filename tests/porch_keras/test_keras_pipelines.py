@@ -218,6 +218,33 @@ def cut_chain():
     return model
 
 
+class Nested(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.Sequential([L.Dense(5), L.Dense(5)])
+        self.second = keras.Sequential([L.Dense(4)])
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.build... was called on layer")
+@pytest.mark.parametrize("built", ["by its shape", "by a call"])
+def test_models_inside_have_each_layer_once(built):
+    with tk.Strategy().scope():
+        model = Nested()
+    if built == "by a call":
+        model(np.zeros((2, 6), np.float32))
+    else:
+        model.build((None, 6))  # leaves the models inside unbuilt
+    assignment = model.get_pipeline_stage_assignment()
+    assert [len(one.pipeline_stage_assignments) for one in assignment] == [2, 1]
+    for stage, nested in enumerate(assignment):
+        for one in nested.pipeline_stage_assignments:
+            one.pipeline_stage = stage
+    model.set_pipeline_stage_assignment(assignment)
+
+
 def test_replicas_of_a_pipeline_with_batch_norm():
     staged = assert_equal_to_plain(
         cut_chain, count=2, execution=2, replicas=2, metrics=["accuracy"]

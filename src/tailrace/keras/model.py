@@ -181,8 +181,15 @@ class Adopted(Setters, Assigning, LookingBack):
                 with self.while_running("train", pacing), remainders(pacing.drops):
                     return plain(**call)
             with keeping.open():
-                self.kept_fits += 1
-                return fit_kept(self, keeping, pacing, call)
+                number, self.kept_fits = self.kept_fits, self.kept_fits + 1
+                try:
+                    return fit_kept(self, keeping, pacing, call)
+                except BaseException:
+                    # As in Keras, the next fit with this callback goes on where this one was: in a
+                    # notebook, it is the same cell run again.
+                    if keeping.backup is not None:
+                        self.kept_fits = number
+                    raise
 
     def _fit_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

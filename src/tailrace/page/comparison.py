@@ -97,6 +97,7 @@ class _Side:
 
 
 def _times(one: Profile, two: Profile) -> Iterator[Line]:
+    # Per step: the two profiles may cover different numbers of steps.
     sides = [
         {row.name: row.seconds / max(profile.steps, 1) for row in profile.rows}
         for profile in (one, two)

@@ -49,7 +49,7 @@ def state(followed: FollowedRun) -> str:
     """The state of a run, in a few words."""
     if followed.run is None:
         return "unreadable"
-    if followed.run.nonfinite_reports:
+    if followed.run.nonfinite_reports:  # tr.stop_on_nonfinite ended it
         return "stopped"
     return followed.run.state
 
@@ -64,6 +64,7 @@ def numbers(followed: FollowedRun) -> Rows:
         rows.append(("speed", f"{number(steps / seconds)} steps/s"))
         rows.append(("time", f"{duration(seconds)} after the first execution of each fit"))
     for name, last in history.last().items():
+        # With the first value: a loss says something only by how far it has come.
         first = float(history[name][0])
         when = "first step" if name in history.step_names else "first validation"
         rows.append((_text(name), f"{number(last)} ({when}: {number(first)})"))

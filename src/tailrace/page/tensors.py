@@ -87,6 +87,7 @@ def statistics(
     followed: FollowedRun, name: str, first: int | None = None, last: int | None = None
 ) -> dict[str, Curve]:
     """The kept values of a tensor over the steps: statistics, norm, or a function's scalar."""
+    # A tensor may be in several tables: one for each kind of record and period of its taps.
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for table, number in places(followed, name):
         with describing(table.directory, table.path):

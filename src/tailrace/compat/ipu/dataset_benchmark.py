@@ -17,6 +17,12 @@ from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds.benchmark import measure as engine
 
 
+class ResultText(str):
+    """The text of a benchmark. A session returns it; other strings that it fetches are names."""
+
+    __slots__ = ()
+
+
 def dataset_benchmark(
     dataset: DatasetLike,
     number_of_epochs: int,
@@ -82,11 +88,7 @@ def dataset_benchmark(
             f"Detected a tensor in the dataset with a dimension of size 0. Please remove it from the "
             f"inputs. {error}"
         ) from error
-    return [_Report(text)]
-
-
-class _Report(str):
-    """A text that is a result; other texts that a session is given are names."""
+    return [ResultText(text)]
 
 
 def infeed_benchmark(

@@ -97,7 +97,11 @@ class CompiledOp:
         self._keep = Keep()
 
     def value(self, feed: Feed) -> Any:
-        """What it returns in a run of a session; it runs once in it."""
+        """What it returns in a run of a session; it runs once in it.
+
+        Args:
+            feed: the values that the run was given and has computed.
+        """
         if id(self) not in feed:
             feed[id(self)] = self(*evaluated(self.inputs, feed))
         return feed[id(self)]

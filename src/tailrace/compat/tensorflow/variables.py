@@ -90,7 +90,11 @@ class Variable(keras.Variable):
         return deferred_call(value_of, (self,), {}) if describing() else self.value
 
     def eval(self, session: Any = None) -> Any:
-        """The value, in a session or the one around."""
+        """The value.
+
+        Args:
+            session: the session; None: the one around.
+        """
         return (session or current_session()).run(self)
 
     def reset(self) -> None:

@@ -234,8 +234,11 @@ class Keeping:
             self._writer.started_at(program.steps)
             return
         if program.steps != found["first_step"]:
-            what = "the model's step when the fit begins"
-            raise self._another(what, found["first_step"], program.steps)
+            if self.backup is None:
+                what = "the model's step when the fit begins"
+                raise self._another(what, found["first_step"], program.steps)
+            # The fit was interrupted by an error, and is made again by the same process.
+            self._first_step = found["first_step"]
         self.put_values(program)
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)

@@ -224,10 +224,21 @@ def called_layers(model: keras.Model) -> Opened:
             f"The layer calls of {model.name!r} are found by following its `call` on the shape of its "
             f"inputs, which it does not know. Call it on a batch first."
         )
+    # A Sequential model inside that has not run yet calls its layers to build itself, and then again.
+    if not _is_built(model):
+        _follow(model, shape)
+    return _follow(model, shape)
+
+
+def _follow(model: keras.Model, shape: ShapeLike) -> Opened:
     calls = Following(model, None, cuts=False)
     with followed(calls), keras.StatelessScope(), in_scope():
         model.compute_output_spec(_symbols(shape))
     return calls.found
+
+
+def _is_built(layer: Any) -> bool:
+    return layer.built and all(_is_built(one) for one in getattr(layer, "layers", ()))
 
 
 def _symbols(shape: ShapeLike) -> Any:

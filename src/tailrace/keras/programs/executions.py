@@ -112,11 +112,16 @@ class Executions(ABC):
     def execute(self, iterator: Iterator[Any]) -> list[Any]:
         """Run one execution; returns the results of its dispatches. Raises StopIteration at the end."""
         pacing = self.pacing
-        if pacing.already():
+        if (
+            pacing.already()
+        ):  # Keras counts through executions that ran together with an earlier one
             return [self.latest]
         batches = self._open(iterator)
         size = batches.bytes_per_batch()
-        wanted = pacing.wanted(size)
+        # Keras stops after the first execution where `stop_training` is set before, such as at the
+        # beginning of the epoch: no other may have run together with it.
+        stopping = getattr(self.model, "stop_training", False)
+        wanted = pacing.wanted(size, together=not stopping)
         results: list[Any] = []
         done, self.inside = 0, False
         while done < wanted:
@@ -215,6 +220,7 @@ class Executions(ABC):
     # -- inside ---------------------------------------------------------------------------------
 
     def _open(self, iterator: Iterator[Any]) -> Batches | ResidentBatches:
+        # Keras makes an iterator for each epoch, except where one goes on reading through several.
         if self._batches is None or self._batches.iterator is not iterator:
             if self._batches is not None:
                 self._batches.close()

@@ -80,12 +80,13 @@ class Pacing:
         """Whether exactly the batches that Keras has counted have run, and the epoch continues."""
         return not self._owed and self._left != 0
 
-    def wanted(self, bytes_per_batch: int = 0) -> int:
-        """The number of batches of the next execution, with those that run together with it."""
+    def wanted(self, bytes_per_batch: int = 0, together: bool = True) -> int:
+        """The number of batches of the next execution, with those that may run together with it."""
         self._together = False
         if self._left is None or (self._left <= 0 and self.replicas == 1):
             return self.execution  # as long as Keras asks for more
-        if self.alone or self.execution >= dispatch_table.TOGETHER or not self.batches:
+        alone = self.alone or not together
+        if alone or self.execution >= dispatch_table.TOGETHER or not self.batches:
             return min(self.execution, self._left)
         most = min(dispatch_table.TOGETHER, dispatch_table.most_bytes() // max(1, bytes_per_batch))
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))

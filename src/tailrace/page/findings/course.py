@@ -26,6 +26,7 @@ def course_findings(history: History, speed: np.ndarray) -> Iterator[Finding]:
     if len(loss) >= FEWEST:
         yield from _loss(history, loss)
     if len(speed) >= FEWEST:
+        # The last quarter, since the speed of one execution says little.
         usual, late = float(np.median(speed)), float(np.median(speed[-len(speed) // 4 :]))
         if late < SLOWDOWN * usual:
             yield Finding(
@@ -39,7 +40,7 @@ def _loss(history: History, loss: np.ndarray) -> Iterator[Finding]:
     parts = np.array([part.mean() for part in np.array_split(loss.astype(np.float64), PARTS)])
     begin, end, lowest = parts[0], parts[-1], int(parts.argmin())
     near = history.first_step + lowest * len(history) // PARTS
-    if lowest == 0:
+    if lowest == 0:  # no part of the run is better than its start
         yield Finding(
             Severity.WARNING,
             "loss",

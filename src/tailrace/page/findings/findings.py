@@ -36,6 +36,8 @@ def findings(followed: FollowedRun) -> list[Finding]:
         *course_findings(run.history, speeds(followed)[1]),
         *spike_findings(followed),
     ]
+    # Unreadable parts are findings too: a missing curve must not look like a healthy run. Once each,
+    # although every measure has read the same tables.
     problems = list(dict.fromkeys(text for one in maps.values() for text in one.problems))
     if followed.problem:
         problems.insert(0, followed.problem)

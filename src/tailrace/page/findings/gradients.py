@@ -38,7 +38,7 @@ def gradient_findings(rms: LayerMap) -> Iterator[Finding]:
             yield from _without_gradient(names, late)
             yield from _through_layers(names, late, rms.ordered)
             yield from _over_time(rms, rows)
-            return
+            return  # the other kinds show the same gradients, accumulated or reduced
 
 
 def _without_gradient(names: list[str], late: np.ndarray) -> Iterator[Finding]:
@@ -95,7 +95,7 @@ def _through_layers(names: list[str], late: np.ndarray, ordered: bool) -> Iterat
 
 def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
     worst: tuple[float, int, int] | None = None
-    usual = np.nanmax(rms.late(share=1.0)[rows], initial=0.0)
+    usual = np.nanmax(rms.late(share=1.0)[rows], initial=0.0)  # medians over the whole run
     for row in rows:
         values = rms.values[row]
         there = np.isfinite(values) & (values > 0)

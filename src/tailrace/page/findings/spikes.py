@@ -64,6 +64,7 @@ class SpikeSearch:
             loss: all values so far, finite.
             starts: the indices at which fits begin; a fit is only compared with itself.
         """
+        # Cut where fits begin: the first loss of a fit is often far above the last of the one before.
         begin = max(self._seen, len(loss) - MOST_STEPS, 0)
         cuts = [begin, *starts[(starts > begin) & (starts < len(loss))].tolist(), len(loss)]
         for first, stop in pairwise(cuts):

@@ -45,6 +45,7 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         if name.startswith("grad/") and len(shapes.get(plain, ())) == 1 and share >= DEAD_UNITS:
             biases.append((float(share), name))
     if silent:
+        # A layer is a better name for the user than the operations in it.
         silent = _layers_first(silent)
         yield Finding(
             Severity.WARNING,

@@ -45,6 +45,7 @@ def curve_svg(drawn: Curve, title: str) -> str:
     if not good.any():
         return "<p>There are no finite values.</p>"
     low, high = float(np.nanmin(drawn.low)), float(np.nanmax(drawn.high))
+    # A constant curve is a line in the middle.
     low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
     first, last = float(drawn.steps[0]), float(max(drawn.steps[-1], drawn.steps[0] + 1))
 
@@ -62,7 +63,7 @@ def curve_svg(drawn: Curve, title: str) -> str:
     parts += [
         f'<text x="{x(t):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{int(t):,}</text>'
         for t in ticks(first, last, 6)
-        if t == int(t)
+        if t == int(t)  # there are no half steps
     ]
     for run in _stretches(good):
         xs = [x(s) for s in drawn.steps[run]]
@@ -89,6 +90,7 @@ def map_svg(layers: LayerMap) -> str:
     log = layers.measure == "rms"
     low, high = (0.0, 1.0) if layers.measure == "zero" else span(layers.values, log)
     rows, marks = len(layers.names), layers.measure == "nonfinite"
+    # Many rows share the height of those that have labels: the picture does not grow further.
     each = ROW if rows <= MOST_LABELS else MOST_LABELS * ROW / rows
     height, wide = rows * each, WIDTH - LABELS
     if marks:

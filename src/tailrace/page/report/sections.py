@@ -76,6 +76,7 @@ def _tensors(followed: FollowedRun) -> str:
         zip(maps["nonfinite"].names, np.nansum(maps["nonfinite"].values, axis=1), strict=True)
     )
     moves = ratios(maps["rms"])
+    # A row for each tensor that any of the three measures knows.
     names = list(dict.fromkeys(name for one in maps.values() for name in one.names))
     if not names:
         return ""

@@ -57,6 +57,7 @@ class Answers:
             "numbers": [],
         }
         if followed.run is not None:
+            # A damaged run must not take the others from the page.
             try:
                 with followed.reading():
                     about["steps"] = len(followed.run.history)

@@ -69,6 +69,7 @@ def serve(
     app = make_app(runs, token, follower)
     listening = _listen(port)
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/?token={token}"
+    # Quiet, since the terminal shows the address; a second is enough for open streams to end.
     config = uvicorn.Config(
         app,
         log_level="error",

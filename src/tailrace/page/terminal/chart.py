@@ -30,7 +30,7 @@ def chart(steps: np.ndarray, values: np.ndarray, width: int = 72, height: int = 
     low, high = float(values[good].min()), float(values[good].max())
     labels = [number(high, 3), *[""] * (height - 2), number(low, 3)]
     margin = max(map(len, labels)) + 2
-    columns = max(4, width - margin - 3)
+    columns = max(4, width - margin - 3)  # the axis and its spaces take three
     rows = _drawn(_resampled(values, 2 * columns), low, high, columns, height)
     lines = [
         f"{label:>{margin}} {'┤' if label else '│'}{row}"

@@ -34,7 +34,7 @@ def watch(directory: str, console: Console | None = None, poll_s: float = POLL_S
     console = Console() if console is None else console
     followed = FollowedRun(directory)
     if not followed.directory.is_dir():
-        followed.readable()
+        followed.readable()  # raises: a missing directory is a typing error, not a run to come
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         seen = -1
         while True:

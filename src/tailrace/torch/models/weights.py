@@ -67,7 +67,7 @@ def _class_like(original: type) -> Any:
 
     class Parametrized(kind):
         @property
-        def __bases__(cls) -> tuple[type, ...]:
+        def __bases__(cls) -> tuple[type, ...]:  # type: ignore[override]
             return original.__bases__
 
         def __delattr__(cls, name: str) -> None:

@@ -140,7 +140,8 @@ class ModuleFunction:
             for number, (tensor, array) in enumerate(given)
             if tensor.jax() is not array
         }
-        for name, tensor in weights.items():
+        held: dict[str, Any] = dict(weights)
+        for name, tensor in held.items():
             if tensor.jax() is not params[name]:
                 raise ProgramError(
                     f"Parameter {name} is changed in place within the model. The optimizer updates the "

@@ -84,6 +84,11 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
     with sentence(path, "cannot be written"), _quiet():
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Orbax's threads wait for minutes for a directory that cannot be made: try it before.
+        tried = partial.with_name(f"{partial.name}.orbax-checkpoint-tmp")
+        shutil.rmtree(tried, ignore_errors=True)  # of a process that was killed
+        tried.mkdir()
+        tried.rmdir()
         try:
             if distributed.process_count() == 1:
                 orbax.save(str(partial), kept, custom_metadata=said)

@@ -45,7 +45,12 @@ class Operation:
         return None if self._action is None else self._action()
 
     def run(self, feed_dict: Any = None, session: Any = None) -> None:
-        """Do it."""
+        """Do it.
+
+        Args:
+            feed_dict: without effect.
+            session: without effect.
+        """
         del feed_dict, session
         self()
 

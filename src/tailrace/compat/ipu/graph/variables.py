@@ -85,7 +85,11 @@ class Variable:
         return deferred_call(Variable.value, (self,), {}) if describing() else self.value()
 
     def eval(self, session: Any = None) -> Any:
-        """The value, in a session or the one around."""
+        """The value.
+
+        Args:
+            session: the session; None: the one around.
+        """
         return (session or current_session()).run(self)
 
     def numpy(self) -> np.ndarray:
@@ -115,7 +119,12 @@ class Variable:
         return later.get("shape", tuple)(self.shape)
 
     def load(self, value: TensorLike, session: Any = None) -> None:
-        """Give it another value at once, also in a graph of TensorFlow 1."""
+        """Set another value at once, also in a graph of TensorFlow 1.
+
+        Args:
+            value: the value; it is broadcast to the shape.
+            session: without effect.
+        """
         del session
         self.settle(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
 

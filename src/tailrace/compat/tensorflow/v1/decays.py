@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(rule: Callable[..., Any]) -> Callable[..., Any]:
         computed = operation(*(f"train.{name}" for name in names))(rule)
 
+        @functools.wraps(rule)
         def rate(*args: Any, **kwargs: Any) -> Any:
             if describing() or running() is not None:
                 return computed(*args, **kwargs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.arguments import VariableLike
+from tailrace.compat.ipu.dataset_benchmark import ResultText
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
@@ -119,7 +120,8 @@ deferred.later["shape"] = TensorShape
 class Session:
     """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
 
-    Variables have their values when they are created, so initializers do nothing.
+    Variables have their values when they are created and keep them from session to session;
+    `global_variables_initializer` gives them their first values again.
 
     Args:
         target: without effect.
@@ -188,7 +190,12 @@ class Session:
         return found
 
     def make_callable(self, fetches: Tree, feed_list: Sequence[Any] = (), **_: Any) -> Any:
-        """A function of the values of placeholders that returns what is fetched."""
+        """A function of the values of placeholders that returns what is fetched.
+
+        Args:
+            fetches: as for `run`.
+            feed_list: the placeholders, in the order of the function's arguments.
+        """
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
@@ -196,8 +203,8 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
-    if type(fetch) is str:  # a text that is a result has a class of its own
-        return _host(_named(fetch))
+    if isinstance(fetch, str):
+        return fetch if isinstance(fetch, ResultText) else _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
     if isinstance(fetch, dict):
