@@ -459,8 +459,8 @@ NOT_OURS = (
     "sys",
     "torch",
 )
-DOCUMENTED = ("_asdict", "_fields", "_make", "_replace", "_repr_html_", "_repr_svg_")
-"""Underscored names that are an interface: of named tuples, of notebooks."""
+DOCUMENTED = ("_Popart", "_asdict", "_fields", "_make", "_replace", "_repr_html_", "_repr_svg_")
+"""Underscored names that are an interface: of PopTorch, of named tuples, of notebooks."""
 
 
 def is_private(name):

@@ -264,11 +264,40 @@ def test_rules_that_are_none(trainer):
         OptionError, match="by the names of what the function returns: 'loss', 'mae'"
     ):
         trainer.evaluate(ELEMENTS, combine={"accuracy": "max"})
-    x, y = rows()
-    with pytest.raises(
-        ProgramError, match=r"'v' batch by batch.*\[8\], then \[4\] of a batch with 4"
-    ):
-        trainer.evaluate(tr.batches((x, y), 8), lambda p, x, y: {"v": y})
+    with pytest.raises(OptionError, match="Mean, which keeps its state in itself, as Keras'"):
+        trainer.evaluate(ELEMENTS, combine={"loss": Mean()})
+
+
+class Mean:
+    """As Keras' metrics are."""
+
+    def update_state(self, values, sample_weight=None): ...
+
+    def __call__(self, *args): ...
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "max", "last"])
+def test_values_of_rows_have_no_rule(trainer, rule):
+    match = r"'v' batch by batch.*\[8\], then \[4\] of a batch with 4"
+    with pytest.raises(ProgramError, match=match):
+        trainer.evaluate(tr.batches(rows(), 8), lambda p, x, y: {"v": y}, combine=rule)
+
+
+def test_metrics_with_several_results(trainer):
+    both = lambda peaks: {"low": peaks.min(), "high": peaks.max()}  # noqa: E731
+    data = tr.batches(rows(), 8)
+    found = trainer.evaluate(data, lambda p, x, y: {"peak": y.max()}, combine={"peak": both})
+    peaks = [part.max() for part in np.split(rows()[1], [8, 16, 24])]
+    assert found == {"peak/low": min(peaks), "peak/high": max(peaks)}
+
+
+def test_arrays_of_a_validation_are_named(caplog):
+    """The history has scalars; what is not in it is said."""
+    evaluated = lambda p, x, y: {"loss": mlp_loss(p, x, y)[0], "rows": jnp.ones(2)}  # noqa: E731
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.01), mlp(), eval_fn=evaluated)
+    history = trainer.fit(ELEMENTS[:2], validation_data=ELEMENTS[:2], validation_every=2)
+    assert "val_loss" in list(history)
+    assert "'rows' of eval_fn are arrays, and not in the history" in caplog.text
 
 
 # -- training and evaluating --------------------------------------------------------------------

@@ -208,3 +208,12 @@ def test_a_batch_without_tokens_is_a_sentence():
     trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params(), log=["tokens_per_second"])
     with pytest.raises(tr.TailraceError, match="Log 'examples_per_second'"):
         trainer.fit(iter(ROWS), steps=1)
+
+
+def test_rates_of_groups_have_their_names():
+    rate = optax.inject_hyperparams(optax.sgd)
+    optimizer = optax.multi_transform({"slow": rate(0.01), "fast": rate(0.1)}, ["slow", "fast"])
+    trainer = tr.Trainer(loss_fn, optimizer, params(), log=["learning_rate"])
+    history = trainer.fit(list(ROWS[:2]), progress=False)
+    assert history["learning_rate/slow"] == pytest.approx([0.01] * 2)
+    assert history["learning_rate/fast"] == pytest.approx([0.1] * 2)

@@ -515,3 +515,9 @@ def test_a_guard_of_the_loss_beside_a_scale():
         trainer.fit(elements, steps=4)
     assert trainer.step == 2
     assert trainer.loss_scale == 2.0**89
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed", "int8", 3])
+def test_other_names_of_precisions_are_refused(name):
+    with pytest.raises(tr.TailraceError, match="precision is None or one of 'float32', 'bfloat16'"):
+        tr.Trainer(lambda p, x: (p * x).sum(), optax.sgd(0.1), np.ones(2), precision=name)

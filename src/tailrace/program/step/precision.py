@@ -36,7 +36,7 @@ class Precision:
             return None
         try:
             dtype = jnp.dtype(value)
-        except TypeError:
+        except (TypeError, ValueError):  # "16-mixed" reads as a record of formats
             dtype = None
         if dtype is None or dtype.name not in _CHOICES:
             raise OptionError(

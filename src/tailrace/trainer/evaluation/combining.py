@@ -7,8 +7,8 @@
 | an array of floats | the mean over all rows, element by element |
 
 `combine=` selects another rule: "mean", "sum", "max", "min", "last", a metric (an object with `init()`,
-`update(state, value)` and `result(state)`), or a function of all values, stacked by batch. A single
-rule applies to everything; a dict has rules by name.
+`update(state, value)` and `result(state)`), or a function of all values, stacked by batch. A dict as
+result is several values, `name/key`. A single rule applies to everything; a dict has rules by name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ class Combined:
 
     def results(self) -> dict[str, Any]:
         """One value by name; scalars are floats."""
-        found = {name: one.result() for name, one in self._collectors.items()}
+        found: dict[str, Any] = {}
+        for name, collector in self._collectors.items():
+            result = collector.result()
+            # A metric may have several results: precision and recall.
+            named = {f"{name}/{key}": v for key, v in result.items()} if _is_dict(result) else None
+            found.update({name: result} if named is None else named)
         return {name: float(v) if np.ndim(v) == 0 else v for name, v in found.items()}
 
     def _rule(self, name: str, value: np.ndarray) -> Rule:
@@ -114,16 +119,21 @@ class _Total(_Collector):
         weight = rows if self._mean else 1
         part = values.astype(wide).sum(axis=0) * weight
         self._rows += rows * len(values)
-        if self._total is not None and np.shape(part) != np.shape(self._total):
-            raise ProgramError(
-                f"evaluate adds up {name!r} batch by batch, so it has one shape. Received: "
-                f"{list(np.shape(self._total))}, then {list(np.shape(part))} of a batch with "
-                f"{rows} rows. Reduce over the batch in the function, or use predict."
-            )
+        if self._total is not None:
+            _check_shape(name, np.shape(self._total), np.shape(part), rows)
         self._total = part if self._total is None else self._total + part
 
     def result(self) -> Any:
         return self._total / max(self._rows, 1) if self._mean else self._total
+
+
+def _check_shape(name: str, before: tuple[int, ...], now: tuple[int, ...], rows: int) -> None:
+    if before != now:
+        raise ProgramError(
+            f"evaluate combines {name!r} batch by batch, so it has one shape. Received: "
+            f"{list(before)}, then {list(now)} of a batch with {rows} rows. Reduce over the batch in "
+            f"the function, or use predict."
+        )
 
 
 class _Extreme(_Collector):
@@ -133,7 +143,8 @@ class _Extreme(_Collector):
         self._choose, self._value = choose, None
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
-        del name, rows
+        if self._value is not None:
+            _check_shape(name, np.shape(self._value), values.shape[1:], rows)
         # One value is kept, however many batches there are.
         found = values if self._value is None else np.concatenate([self._value[None], values])
         self._value = np.asarray(self._choose(found))
@@ -154,7 +165,7 @@ class _OfMetric(_Collector):
             self._state = self._metric.update(self._state, value)
 
     def result(self) -> Any:
-        return np.asarray(self._metric.result(self._state))
+        return _arrays(self._metric.result(self._state))
 
 
 class _OfAll(_Collector):
@@ -170,7 +181,17 @@ class _OfAll(_Collector):
     def result(self) -> Any:
         shapes = {part.shape[1:] for part in self._parts}
         joined: Any = [row for part in self._parts for row in part]
-        return np.asarray(self._function(np.stack(joined) if len(shapes) == 1 else joined))
+        return _arrays(self._function(np.stack(joined) if len(shapes) == 1 else joined))
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _arrays(result: Any) -> Any:
+    if isinstance(result, Mapping):
+        return {str(key): np.asarray(value) for key, value in result.items()}
+    return np.asarray(result)
 
 
 def _collector(rule: Rule) -> _Collector:
@@ -187,6 +208,13 @@ def _is_metric(rule: object) -> bool:
 
 
 def _check_rule(rule: object) -> None:
+    if callable(getattr(rule, "update_state", None)):
+        raise OptionError(
+            f"combine= has metrics without a state of their own: objects with init(), update(state, "
+            f"value) and result(state). Received: {type(rule).__name__}, which keeps its state in "
+            f"itself, as Keras' metrics do, and would carry it into the next evaluation. Return what "
+            f"it counts from the function (a sum and a count, say), or write the three methods."
+        )
     known = rule is None or (isinstance(rule, str) and rule in RULES)
     if not (known or _is_metric(rule) or (callable(rule) and not isinstance(rule, str | type))):
         raise OptionError(

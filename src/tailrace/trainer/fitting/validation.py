@@ -10,6 +10,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count
 from tailrace.errors import DataError, DataExhausted, OptionError
+from tailrace.messages import note_once
 
 
 class Validation:
@@ -66,6 +67,12 @@ class Validation:
         except DataExhausted as error:
             raise DataExhausted(f"Each validation reads all of validation_data. {error}") from None
         scalars = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
+        if arrays := [name for name in values if name not in scalars]:
+            note_once(
+                f"A validation records scalars: {', '.join(map(repr, arrays))} of eval_fn are arrays, "
+                f"and not in the history. Reduce them to scalars in eval_fn, or call "
+                f"trainer.evaluate, which returns them."
+            )
         self.latest = {f"val_{name}": value for name, value in scalars.items()}
         return scalars
 

@@ -159,7 +159,9 @@ class LoggedValues:
         if len(rates) == 1:
             found[RATE] = next(iter(rates.values()))
         else:  # an optimizer of several parts has a rate for each
-            found.update({f"{RATE}/{name.split('/')[1]}": v for name, v in rates.items()})
+            found.update(
+                {f"{RATE}/{part}": rates[name] for name, part in _told_apart(list(rates)).items()}
+            )
         return found
 
     def _rates(self, steps_per_second: float) -> dict[str, float]:
@@ -208,3 +210,20 @@ def _tokens(leaves: Iterable[Any]) -> int:
 def _has_rate(engine: Engine) -> bool:
     paths = jax.tree_util.tree_flatten_with_path(engine.form.optimizer_state)[0]
     return any(path_name(path).endswith("hyperparams/learning_rate") for path, _ in paths)
+
+
+def _told_apart(names: list[str]) -> dict[str, str]:
+    """The parts of paths by which they differ: those that all paths share say nothing.
+
+    >>> _told_apart(["opt_state/0/learning_rate", "opt_state/1/learning_rate"])
+    {'opt_state/0/learning_rate': '0', 'opt_state/1/learning_rate': '1'}
+    """
+    paths = {name: name.split("/") for name in names}
+    first = next(iter(paths.values()))
+    start, end = 0, 0
+    while all(len(path) > start and path[start] == first[start] for path in paths.values()):
+        start += 1
+    shortest = min(map(len, paths.values()))
+    while end < shortest - start - 1 and len({path[-1 - end] for path in paths.values()}) == 1:
+        end += 1
+    return {name: "/".join(path[start : len(path) - end]) for name, path in paths.items()}

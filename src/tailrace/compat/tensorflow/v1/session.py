@@ -120,7 +120,8 @@ deferred.later["shape"] = TensorShape
 class Session:
     """Runs programs, operations, and what is computed from placeholders; also `InteractiveSession`.
 
-    Variables have their values when they are created, so initializers do nothing.
+    Variables have their values when they are created and keep them from session to session;
+    `global_variables_initializer` gives them their first values again.
 
     Args:
         target: without effect.
