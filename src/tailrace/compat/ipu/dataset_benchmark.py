@@ -11,16 +11,11 @@ from tailrace.compat.ipu.errors import (
     IPUValueError,
     OutOfRangeError,
 )
+from tailrace.compat.ipu.graph.operations import ResultText
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds.benchmark import measure as engine
-
-
-class ResultText(str):
-    """The text of a benchmark. A session returns it; other strings that it fetches are names."""
-
-    __slots__ = ()
 
 
 def dataset_benchmark(

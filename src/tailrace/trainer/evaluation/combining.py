@@ -69,8 +69,8 @@ class Combined:
     def results(self) -> dict[str, Any]:
         """One value by name; scalars are floats."""
         found: dict[str, Any] = {}
-        for name, collector in self._collectors.items():
-            result = collector.result()
+        for name, one in self._collectors.items():
+            result = one.result()
             # A metric may have several results: precision and recall.
             named = {f"{name}/{key}": v for key, v in result.items()} if _is_dict(result) else None
             found.update({name: result} if named is None else named)

@@ -218,6 +218,8 @@ def _told_apart(names: list[str]) -> dict[str, str]:
     >>> _told_apart(["opt_state/0/learning_rate", "opt_state/1/learning_rate"])
     {'opt_state/0/learning_rate': '0', 'opt_state/1/learning_rate': '1'}
     """
+    if not names:
+        return {}
     paths = {name: name.split("/") for name in names}
     first = next(iter(paths.values()))
     start, end = 0, 0

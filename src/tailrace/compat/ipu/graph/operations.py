@@ -12,6 +12,12 @@ from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.data.trees import Tree
 
 
+class ResultText(str):
+    """The text of a benchmark. A session returns it; other strings that it fetches are names."""
+
+    __slots__ = ()
+
+
 class Undelivered(list[Any]):
     """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.arguments import VariableLike
-from tailrace.compat.ipu.dataset_benchmark import ResultText
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
@@ -23,7 +22,7 @@ from tailrace.compat.ipu.graph.named_variables import (
     variables_by_name,
     variables_of,
 )
-from tailrace.compat.ipu.graph.operations import Operation, Undelivered
+from tailrace.compat.ipu.graph.operations import Operation, ResultText, Undelivered
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
