@@ -369,8 +369,12 @@ def outcome(program, take):
     return keras.tree.map_structure(np.asarray, [found, state])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
+def test_an_optimizer():
+    assert_as_in_keras(optimized_by(OPTIMIZERS["clipped"]))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "clipped"])
+def test_more_optimizers(name):
     assert_as_in_keras(optimized_by(OPTIMIZERS[name]))
 
 
