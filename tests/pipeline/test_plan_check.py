@@ -114,14 +114,14 @@ def test_sequential_runs_one_thing_at_a_time():
     def overlap(ticks):
         ticks[1:3] = [ticks[2], ticks[1]]
 
-    assert "microbatch 0 is still under way" in broken(made, overlap)
+    assert "microbatch 0 is still in flight" in broken(made, overlap)
 
 
 @pytest.mark.parametrize(
     ("unit", "sentence"),
     [
-        ((1, "F", 0, 0), "stage 0 lives on device 0, not on device 1"),
-        ((9, "F", 0, 0), "stage 0 lives on device 0, not on device 9"),
+        ((1, "F", 0, 0), "stage 0 is on device 0, not on device 1"),
+        ((9, "F", 0, 0), "stage 0 is on device 0, not on device 9"),
         ((0, "F", 5, 0), "there is no stage 5; stages are 0 to 1"),
         ((0, "F", 0, 7), "there is no microbatch 7; they are 0 to 1"),
         ((0, "B", 0, 0), "an inference plan has no backward"),

@@ -286,6 +286,7 @@ def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int
             for i in range(low, high + 1)
             if abs(costs[min(i, place) : max(i, place)].sum()) <= slack
         ]
+        # In place: the next boundary must stay behind this one where it is now.
         cut[number] = min(near, key=lambda i: (crossing[i], abs(i - place)))
     return tuple(cut)
 
@@ -302,6 +303,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
         ends = [v for v in _alive(closed, last) if v in made] or [
             v for v in jaxpr.outvars if v in made
         ]
+        # Only floats have gradients; integers and keys are constants of the stage.
         floats = [v for v in used if is_float(v)]
         rest = {v: known[v] for v in used if v not in floats}
 

@@ -44,6 +44,7 @@ def _fill(ends: np.ndarray, stages: int, limit: float) -> tuple[int, ...] | None
     cut, first = [], 0
     for left in range(stages - 1, -1, -1):
         last = int(np.searchsorted(ends, ends[first] + limit, side="right")) - 1
+        # A layer must be left for each later stage, however much still fits under the limit.
         last = min(last, layers - left)
         if last <= first:
             return None

@@ -39,4 +39,6 @@ def boundary(values: Tree, which: str) -> Any:
             f"tr.stage_boundary marks the values that flow from one stage to the next, and there "
             f"is at least one. Received: {values!r}. Give the activations."
         )
+    # A mark is an identity, so the model computes the same without a pipeline; and it has a place
+    # in the order of equations, which is all that a cut needs.
     return mark(values, Tag(ROLE, payload=which))

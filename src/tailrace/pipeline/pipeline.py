@@ -92,6 +92,8 @@ class Pipeline:
         self.stages: tuple[tuple[Stage, ...], ...] = ()
         if not callable(stages):
             self.stages = _read(stages)
+            # Made and thrown away: a count or a mapping that does not fit is refused where it was
+            # written.
             self.plan(tuple(map(len, self.stages)))
         elif loss_fn is not None:
             raise OptionError(
@@ -189,6 +191,8 @@ class Pipeline:
             for which, stage in enumerate(members):
                 if which and number:
                     values = boundary(values, BESIDE)
+                # The first stage has no values yet, so the boundary between its members marks the
+                # element.
                 elif which:
                     batch = boundary(batch, BESIDE)
                 own = [_member(params, number, which, members)]
@@ -202,6 +206,7 @@ class Pipeline:
             values = tuple(outputs)
             after.append(new[0] if len(members) == 1 and new else new)
         result = values[0] if len(values) == 1 else values
+        # The loop carries the model state, so it must keep its type: a list stays a list.
         return result, type(model_state)(after) if has_state else None
 
     def _call(
@@ -220,6 +225,8 @@ class Pipeline:
             if number == 0:
                 return call_with_element(stage, (*own, *inputs), batch)
             try:
+                # Bound before the call: a TypeError from inside the stage would look like wrong
+                # arguments.
                 inspect.signature(stage).bind(*own, *values)
             except ValueError:
                 pass  # no signature: the call itself shows whether they fit

@@ -51,6 +51,7 @@ class SharedWeights:
                         f"from {first!r}. Give the same array for both."
                     )
                 extra.add(name)
+        # None is an empty subtree to JAX: optimizers and checkpoints see no leaf there.
         kept = [None if path_name(path) in extra else value for path, value in leaves]
         return jax.tree.unflatten(structure, kept)
 
@@ -58,6 +59,7 @@ class SharedWeights:
         """The parameters with every shared weight in all its places."""
         if not self.groups:
             return params
+        # The Nones that `untie` left are leaves here, so that their places are found again.
         flat, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
         by_name = {path_name(path): value for path, value in flat}
         for first, *others in self.groups:

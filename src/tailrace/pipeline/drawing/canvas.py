@@ -50,6 +50,8 @@ class Canvas:
         room: float = 0,
     ) -> None:
         """A line of text; with `room`, cut to about that width."""
+        # The width of a character is about 0.56 of the font size; an SVG is made without measuring
+        # fonts.
         fits = int(room / (0.56 * size) + 0.5) if room else len(text)
         shown = text if len(text) <= fits else text[: fits - 1] + "…"
         extra = f' font-weight="{weight}"' if weight else ""

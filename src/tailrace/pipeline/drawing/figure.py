@@ -79,6 +79,7 @@ def compare_plans(
         with canvas.moved(x, y):
             paint(canvas, panel)
         x, y = (x + panel.width, y) if layout == "columns" else (x, y + panel.height)
+    # Of `x` and `y`, one has grown with each panel and the other is still 0.
     width = x or max(panel.width for panel in panels)
     height = (y or max(panel.height for panel in panels)) + 28
     canvas.text(MARGIN, height - 16, _verdict(plans), size=12.5, fill=TEXT, weight="600")

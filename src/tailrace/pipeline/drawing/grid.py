@@ -150,6 +150,8 @@ def _cell(unit: Unit, several: bool) -> str:
 
 def _column_starts(header: str, columns: Sequence[int | None]) -> list[int]:
     """Where each column begins, read off the header."""
+    # Found in the text, not computed: widths differ between columns. From 1 on, because the header
+    # begins with "t".
     starts, place = [], 1
     for t in columns:
         text = _GAP if t is None else str(t)

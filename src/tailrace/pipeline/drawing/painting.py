@@ -46,6 +46,8 @@ def _paint_phases(canvas: Canvas, panel: Panel) -> None:
             continue
         left, right = held[0].x + 1, held[-1].x + held[-1].width - 1
         canvas.path(f"M{left:g} {y + 5} V{y} H{right:g} V{y + 5}", stroke=_LINE)
+        # Without room for its name, a phase at an end of the picture has it beyond the bracket; the
+        # steady one goes without.
         if right - left >= 6.2 * len(name):
             canvas.text((left + right) / 2, y - 4, name, size=11, fill=_FAINT, anchor="middle")
         elif name == "ramp-up":
@@ -135,6 +137,7 @@ def _paint_stash(canvas: Canvas, panel: Panel) -> None:
             continue
         slots = stash.slots(panel.plan, lane.stage)
         canvas.text(x + 19, lane.y + 17, str(slots), size=11.5, fill=TEXT, anchor="end")
+        # Two rows of sixteen fit into a lane; the number beside them is exact.
         for i in range(min(slots, 32)):
             row, place = divmod(i, 16)
             top = lane.y + (5 if slots > 16 else 10)

@@ -11,7 +11,7 @@ from tailrace.pipeline.schedule.units import Tick
 
 CELL, GAP, MARGIN = 26, 2, 16
 HEAD, STASH = 74, 160
-BREAK = 18  # the width or height of a place where rows or columns are left out
+BREAK = 18  # the width or height of a gap: rows or columns that are left out
 
 
 class Column(NamedTuple):
@@ -92,6 +92,7 @@ def lay_out(
         if t is None:
             columns.append(Column(None, "", x, BREAK))
         elif two_phases and ticks[t]:
+            # A phase without work takes no time in the engine, so it takes no width here.
             for kind in "BF":
                 if any(unit.kind == kind for unit in ticks[t]):
                     columns.append(Column(t, kind, x, CELL))

@@ -120,11 +120,13 @@ class Layout:
                     alone[kind] = alone.get(kind, 0) + 1
                     place, offset = (*kind, alone[kind]), 0
                 sizes[place] = max(sizes.get(place, 0), offset + total)
+                # The number of a buffer is the position of its kind among all kinds, in order of
+                # appearance.
                 self.slots[device][key] = Slot(form, list(sizes).index(place), offset)
-        # If the shape is the same on all devices, the buffer has it too: XLA then adds to it in
-        # place.
+        # If the shape is the same on all devices, the buffer has it too: XLA then adds to it in place.
         shapes: dict[int, set[tuple[int, ...]]] = {}
         for slot in (slot for slots in self.slots for slot in slots.values()):
+            # With several slots the buffer is flat: a slot is then one contiguous range of it.
             own = slot.form.stored.shape if slot.form.depth == 1 else ()
             shapes.setdefault(slot.buffer, set()).add(tuple(own))
         self.buffers = []

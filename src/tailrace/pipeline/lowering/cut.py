@@ -93,6 +93,9 @@ def cut_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Cut
     Returns:
         The pieces, and the structure of the function's result.
     """
+    # `args` may be tracers of the surrounding step. Traced on their forms, the model is a program
+    # of its own, and a tracer among its constants is a value that it closes over (`Model.trace`
+    # refuses it).
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*forms)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
@@ -128,6 +131,7 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     for region in order:
         own = [e for e, home in zip(equations, homes, strict=True) if region in home]
         inputs = tuple(var for var in live_ins(own) if var not in consts)
+        # Members of a group run in the same tick: no message could bring the value in time.
         _check_beside(region, inputs, made_in)
 
         def leaves(var: Var, region: Region = region) -> bool:
@@ -166,6 +170,8 @@ def _check_beside(region: Region, inputs: Sequence[Any], made_in: dict[Any, set[
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with every `jit` that contains a boundary inlined."""
+    # Inlining traces the whole model again. A boundary is usually at the top, and then this is not
+    # needed.
     if not any(_holds_boundary(eqn) for eqn in closed.jaxpr.eqns):
         return closed
 
@@ -207,6 +213,9 @@ def _regions(
     passed: set[Any] = set()
     stage = member = 0
     regions, equations, order = [], [], [(0, 0)]
+    # The order of the trace decides: an equation belongs to the stage whose boundary was traced
+    # last, even if all its operands are of an earlier one. `_homes` moves what can be computed
+    # elsewhere.
     for eqn in jaxpr.eqns:
         if (tag := tag_in(eqn)) is not None and tag.role == ROLE:
             beside = tag.payload == BESIDE
@@ -259,6 +268,7 @@ def _homes(
             used = used | {own}
         # A loose equation with several users stays: moved, it would run in each of them.
         moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
+        # Without a user (a result of the model that depends on parameters alone) it stays.
         homes[index] = set(used) if moves and used else {own}
         for var in variables(eqn.invars):
             users.setdefault(var, set()).update(homes[index])

@@ -151,6 +151,8 @@ class Assembly:
                 if var in self.held
             }
         )
+        # Neither needed by some stages only, nor combined with values of one device by the update:
+        # each device has a copy, and all compute it alike.
         self.everywhere = [i for i, var in enumerate(self.carry_in) if var not in self.held]
         self.carry_layout = self._by_device(
             {
@@ -186,6 +188,8 @@ class Assembly:
                 # several pairs of devices are sent together: fewer exchanges per tick.
                 ends = (self.device(who), self.device(to))
                 for channel in channels:
+                    # The first one with room: a straight pipeline of any length has at most two
+                    # exchanges per tick.
                     if channel.admits(ends):
                         break
                 else:
@@ -245,6 +249,7 @@ def _traced_back(
     """The devices on which carried values are needed, through the equations that come before."""
     want: dict[Any, Devices | None] = dict(needed)
     for eqn in reversed(before):
+        # Empty at the end: nothing needs its results, so its operands are not needed for it.
         where: Devices | None = frozenset()
         for out in eqn.outvars:
             if out in want:

@@ -86,6 +86,8 @@ def forward_stages(cut: Cut, structure: TreeDef, advances: bool) -> Stages:
 def _stage(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Stage:
     wants = tuple(v for v in piece.inputs if v in differentiable)
     sends = tuple(v for v in piece.outputs if v in differentiable)
+    # No value with a gradient enters the piece, or none leaves it: it only runs forward, and
+    # nothing is stashed for it.
     if not wants or not sends:
         forms = [form_of(v) for v in piece.inputs]
         closed = jax.make_jaxpr(lambda *ins: _outputs(piece, cut, ins))(*forms)
@@ -123,6 +125,7 @@ def _differentiated(
         # as results, and the backward rebuilds the tree.
         _, pull, outputs = jax.vjp(run, *(given[v] for v in wants), has_aux=True)
         residuals, form = jax.tree.flatten(pull)
+        # A tree structure is not an array, so a traced function cannot return it.
         structure[:] = [form]
         return [*outputs, *residuals]
 
@@ -134,6 +137,8 @@ def _differentiated(
         pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
         return list(pull(list(operands[len(residuals) :])))
 
+    # Traced alone, not in one program with the forward: the two run in different ticks, and what
+    # the second takes from the first must be operands.
     back = jax.make_jaxpr(backward)(*map(form_of, [*residuals, *sends]))
     # Dead residuals are dropped; the gradients of `sends` are kept, in order.
     keep = [False] * len(residuals) + [True] * len(sends)
@@ -147,6 +152,8 @@ def _differentiated(
     # A kept value that is already an input or a result of the forward is not returned again.
     outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
     places = {v: Residual("output", i) for i, v in enumerate(outputs) if isinstance(v, Var)}
+    # After the outputs, so that an input wins where the forward returns it too: parameters and the
+    # element are readable in the backward's tick, and take no slot of the stash.
     places.update((v, Residual("input", i)) for i, v in enumerate(closed.jaxpr.invars))
     for var in chosen.kept:
         if var not in places:
@@ -177,6 +184,8 @@ def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any,
     if recompute is False:
         return piece.run
     policy = jax.checkpoint_policies.save_only_these_names(_CHECKPOINT)
+    # Several `jax.checkpoint`s in sequence are recomputed one at a time, from the last to the
+    # first: the backward holds the values of one part, not of the whole stage.
     parts = _at_checkpoints(piece) if recompute == "interleaved" else [piece]
 
     def run(inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:

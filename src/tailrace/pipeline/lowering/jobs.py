@@ -127,6 +127,7 @@ class Jobs:
         """All units, in the order in which a microbatch passes them."""
         stages = range(len(self.sizes))
         yield from (("F", s, m) for s in stages for m in range(self.sizes[s]))
+        # A forward pipeline (evaluation, prediction) has no backwards at all.
         if any(kind == "B" for kind, _, _ in self._home.values()):
             yield from (("B", s, m) for s in reversed(stages) for m in range(self.sizes[s]))
 
@@ -202,6 +203,7 @@ class Jobs:
     # -- which values pass between units --------------------------------------------------------
 
     def _route(self) -> None:
+        # Results of the units that run ahead are not routed: every device computes them itself.
         made: dict[Any, Who] = {
             var: who
             for index, who in self._home.items()
@@ -220,6 +222,8 @@ class Jobs:
         here = start
         for there in self._path(start, end):
             sender, receiver = self.jobs[here], self.jobs[there]
+            # Same stage and member: from its forward to its backward, so on one device, many ticks
+            # apart.
             if here[1:] == there[1:]:
                 if var not in sender.puts:
                     sender.puts.append(var)
@@ -245,6 +249,7 @@ class Jobs:
         if kind == "F":
             if stage == end_stage:  # another member of the same stage: through the next stage
                 stage, member = stage + 1, 0
+                # Members of a group have no messages between them; both have a path to the next stage.
                 yield ("F", stage, member)
             yield ("B", stage, member)
         yield from _through("B", range(stage - 1, end_stage - 1, -1), end_member)

@@ -36,6 +36,8 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     assert scan is not None
 
     def recomputed(one_pass: Callable[..., Any]) -> Any:
+        # Forward and backward are two loops, and XLA does not merge operations of one with those of
+        # the other: the barrier that prevents this elsewhere is not needed.
         return jax.checkpoint(one_pass, policy=keeps_expensive, prevent_cse=False)
 
     return scan.again(lambda values: _contents(scan.body, values), inputs, recomputed)

@@ -64,6 +64,7 @@ class PipelineStep(Step):
 
     @property
     def _inputs(self) -> Any:
+        # Read each time: `fit(inputs=...)` replaces them, as arguments of the same compiled program.
         return jax.tree.map(jnp.asarray, self.pipeline.inputs)
 
     def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
@@ -90,6 +91,8 @@ class PipelineStep(Step):
             self.pipeline,
             placement,
             each,
+            # The flags are of the optimizer state; the runner counts leaves of the whole training
+            # state.
             hosted=frozenset(kept_from + place for place, flag in enumerate(flags) if flag),
             stash_on_host=self.hold_activations is not None,
         )
@@ -112,6 +115,8 @@ class PipelineStep(Step):
         with tracing(ProgramTrace(replicas=placement.replicas)) as trace, inside_loop(trace):
             sizes = stages_of(compute, (*read, infeed.spec().tree(), inputs))
         if len(sizes) < 2:
+            # The metric may be a function without boundaries; a pipeline of one stage cannot be
+            # planned.
             alone = Placement(placement.replicas)
             bound = lambda params, state, batch, _: compute(params, state, batch, inputs)  # noqa: E731
             return evaluating_whole(bound, out, infeed, read, alone)
@@ -157,6 +162,8 @@ class PipelineStep(Step):
                 grads = self._gradients(model, stage, used, run, named)
                 return accumulation.add(acc, grads, microbatch(), share)
 
+            # One call for each stage, in its backward's unit: the accumulators of a stage then
+            # never leave its device.
             added = [
                 in_unit(stage.backward_unit, functools.partial(add, stage, used, acc))
                 if used
@@ -170,12 +177,13 @@ class PipelineStep(Step):
         accumulated, model_state, total = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
-        # A weight of several stages has an accumulator in each; they are summed here, once per
-        # step.
+        # A weight of several stages has an accumulator in each; they are summed here, once per step.
         sums: dict[int, Any] = {}
         for acc, used in zip(accumulated, params, strict=True):
             for index, grad in zip(used, acc, strict=True):
                 sums[index] = sums[index] + grad if index in sums else grad
+        # A parameter that no stage differentiates has a zero gradient; the optimizer may still
+        # change it (weight decay).
         grads = jax.tree.unflatten(structure, [sums.get(i, zero) for i, zero in enumerate(zeros)])
         return self.finish(named, grads, model_state, total)
 

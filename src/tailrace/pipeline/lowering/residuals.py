@@ -152,6 +152,8 @@ def _cheap(equations: Sequence[JaxprEqn]) -> set[int]:
         if eqn.effects or not (is_arithmetic(eqn) or is_rearrangement(eqn)):
             continue
         longest = max((length.get(v, 0) for v in variables(eqn.invars)), default=0)
+        # Rearrangements compute nothing and do not count. An operation beyond the limit is kept
+        # like an expensive one, and the count begins again behind it.
         longest += is_arithmetic(eqn)
         if longest <= _LONGEST:
             found.add(index)
@@ -163,6 +165,7 @@ def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
     """The variables computed from `start` alone, or without operands, without effects."""
     known = set(start)
     for eqn in equations:
+        # A random key has no operands either, but it differs for each microbatch.
         quiet = not eqn.effects and ambient_in(eqn) is None
         if quiet and all(var in known for var in variables(eqn.invars)):
             known.update(eqn.outvars)

@@ -40,6 +40,7 @@ class Residual(NamedTuple):
     place: int
 
 
+# Hashed by identity: stages are keys of dicts, and equal jaxprs of two stages are still two stages.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
     """One stage, or one member of a group of concurrent stages.
@@ -94,6 +95,7 @@ class Stage:
         """Call the forward; adds its outputs to `values`, returns the residuals."""
         inputs = [values[v] for v in self.inputs]
         outputs = unit(self.forward, inputs, *self.forward_unit)
+        # Not strict: after the outputs come the residuals, which no other stage may read.
         values.update(zip(self.outputs, outputs, strict=False))
         return [(inputs if r.source == "input" else outputs)[r.place] for r in self.residuals]
 
@@ -143,6 +145,7 @@ class Stages:
     @functools.cached_property
     def homes(self) -> dict[Any, Who]:
         """The first forward that has a value: computes it or, for model state, reads or writes it."""
+        # Computed values first: model state that only a later stage writes has its home there.
         homes: dict[Any, Who] = {
             var: stage.forward_unit for stage in self.each for var in stage.outputs
         }
@@ -163,6 +166,7 @@ class Stages:
         homes = {self.homes[v] for v in variables(values) if v in self.homes}
         if not homes:
             return self.each[0].forward_unit
+        # A value is passed on from stage to stage, so the last of their stages can have all of them.
         stage = max(number for _, number, _ in homes)
         last = {home for home in homes if home[1] == stage}
         if len(last) == 1:

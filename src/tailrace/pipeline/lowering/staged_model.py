@@ -87,6 +87,8 @@ class Model:
         residuals = [stage.call_forward(values) for stage in stages.each]
         dtype = self.loss.aval.dtype
         scale = state.loss_scale
+        # The backward is linear in its seed: scaling it there scales all gradients, and the loss
+        # itself stays unscaled for taps, history and outfeeds.
         seed = jnp.ones((), dtype) if scale is None else scale.scale.astype(dtype)
         gradients = self._backward(seed, residuals)
         _, _, aux = stages.results
@@ -105,6 +107,8 @@ class Model:
         gradients: dict[Any, Any] = {self.loss: seed}
         homes: dict[Any, Who] = {}
         found: dict[Stage, dict[int, Any]] = {}
+        # All users of a value are later stages: when a stage is reached, the gradients of its
+        # outputs are complete.
         for stage, kept in zip(reversed(stages), reversed(residuals), strict=True):
             mine = found[stage] = {}
             for var, gradient in stage.call_backward(kept, gradients).items():
@@ -126,6 +130,7 @@ class Model:
 
     def _named_state(self, model_state: Tree) -> Any:
         """The model state, marked with its names in the unit that uses it first."""
+        # `state` has the variables of the leaves, in the order in which the tree is flattened.
         homes = iter(self.stages.state)
 
         def named(path: Any, leaf: object) -> Any:

@@ -102,9 +102,11 @@ def _rows(whose: Whose, variables: Sequence[Any], depth: int) -> list[Row]:
     small: dict[Any, list[tuple[Any, Form]]] = {}
     for var in variables:
         form = Form.of(var.aval, depth)
+        # By the size of one microbatch: that is what is copied when the row is written.
         if form.nbytes // depth > _SMALL:
             found.append(Row((whose, var), (var,), (form,)))
         else:
+            # By the dtype as stored: keys and 16-bit floats are kept as integers.
             small.setdefault(jnp.dtype(form.stored.dtype), []).append((var, form))
     for members in small.values():
         names, forms = zip(*members, strict=True)

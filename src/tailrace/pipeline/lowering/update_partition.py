@@ -197,7 +197,7 @@ def guess_homes(
     at: dict[Any, Devices | None] = dict(held)
     wild: dict[Any, set[Any]] = {var: {var} for var in unknown}
     needs: dict[Any, set[int]] = {var: set() for var in unknown}
-    everybody: set[Any] = set()
+    by_all: set[Any] = set()
     for eqn in equations:
         operands = variables(eqn.invars)
         local = [v for v in operands if at.get(v) is not None]
@@ -208,14 +208,14 @@ def guess_homes(
         where = _meeting_place(local, at)
         for leaf in leaves:
             if where is None:
-                everybody.add(leaf)
+                by_all.add(leaf)
             else:
                 needs[leaf].add(min(where))
         at.update((v, where) for v in eqn.outvars)
     return {
         var: frozenset(devices)
         for var, devices in needs.items()
-        if len(devices) == 1 and var not in everybody
+        if len(devices) == 1 and var not in by_all
     }
 
 

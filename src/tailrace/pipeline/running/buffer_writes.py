@@ -30,6 +30,7 @@ def patched(buffer: jax.Array, patches: Patches, each: bool) -> Any:
         starts = [index.start or 0 for index in shard.index]
         replica, device = (starts[0], starts[1]) if each else (0, starts[0])
         part = shard.data
+        # A device without changes keeps its array: nothing is read, copied or sent for it.
         if changes := patches.get((replica, device)):
             part = _written(part, jax.device_put(dict(changes), shard.device))
         parts.append(part)
@@ -58,6 +59,8 @@ def _cut_out(flat: jax.Array, places: Places) -> list[Any]:
 @jax.jit
 def _written(part: jax.Array, values: dict[int, Any]) -> Any:
     flat = part.reshape(-1)
+    # Keys of a dict are constants of the compiled function: one compilation for each set of places,
+    # and one call for all values of a part.
     for place, value in values.items():
         flat = lax.dynamic_update_slice(flat, value.astype(flat.dtype), (place,))
     return flat.reshape(part.shape)

@@ -45,6 +45,7 @@ class Machine:
     def __init__(self, assembly: Assembly, rewriter: Rewriter, position: Position) -> None:
         self.assembly, self.rewriter, self.position = assembly, rewriter, position
         self.silent = dataclasses.replace(rewriter, wanted={}, on_mark=None, period=1)
+        # Not a field of the dataclass, so `replace` has reset it.
         self.silent.arguments = rewriter.arguments
         self.emitting = Emitting()
 
@@ -90,6 +91,7 @@ class Machine:
         owned = {outs[n]: n for n in range(jobs.carried) if jobs.owner(n) is not None}
         values.add_store(a.carry_layout, buffers, owned)
         # After: the update, from these buffers to those that devices hold.
+        # Only now: before the loop, a result of the loop is not yet an alias of anything.
         values.same = dict(a.after.same)
         results = self._results(a.held_layout, a.carry_out)
         results = {  # without values that do not change
@@ -196,6 +198,8 @@ class Machine:
 
     def _reduce(self, values: Values, spread: Spread, phase: Phase) -> None:
         """Average (or sum) the values of each device over replicas, in few exchanges."""
+        # A buffer is reduced as a whole, so values to be averaged and values to be summed have
+        # separate ones.
         for reduction in ("mean", "sum"):
             chosen = [i for i in phase.reduced if reduction_in(spread.equations[i]) == reduction]
             if not chosen:
@@ -228,6 +232,7 @@ class Machine:
 
                 if slots:
                     buffers = once_if(self._is(values, device), block, buffers)
+            # Outside of the blocks: all devices must take part in an exchange, or it never ends.
             axis = self.rewriter.replica_axis
             buffers = [reduced(buffer, axis, reduction == "mean") for buffer in buffers]
             values.add_store(layout, buffers, {v: v for v in outs.values()})

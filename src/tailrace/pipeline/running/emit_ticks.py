@@ -68,6 +68,7 @@ class Ticking:
         # Within a tick backwards come first, so that a slot may be read and written in one tick;
         # and the receiver of a message runs before its sender, which may then overwrite it.
         active.sort(key=lambda job: (job.who[0], job.who[1] if job.who[0] == "B" else -job.who[1]))
+        # Everything that outlives a tick is in the carry of one scan, which XLA updates in place.
         carry: Any = {
             "carried": start,
             "stash": stash,
@@ -117,6 +118,7 @@ class Ticking:
                     ]
             return (carry, emitted), None
 
+        # The plan is data to the program: a scan over rows is as large for a thousand ticks as for ten.
         rows = tuple(jnp.asarray(part) for part in table)
         (carry, emitted), _ = lax.scan(tick, (carry, emitted), rows)
         frame.emitted.update(emitted)
@@ -215,6 +217,8 @@ class Ticking:
         used = set(used_by(body.eqns[i] for i in jobs.ahead))
         given = self._given(values, used)
         chosen = jobs.from_ahead
+        # By a scan, in the order of microbatches, as the plain step computes them: a running sum of
+        # weights must be rounded the same way.
         start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
         def one(carry: Tree, m: jax.Array) -> Any:
@@ -260,6 +264,7 @@ def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
             after[key] = jax.tree.map(put, emitted[key], new)
         elif key[0].collect == "sum":
             after[key] = jax.tree.map(jnp.add, emitted[key], new)
+        # Only the last one is kept. A stage takes microbatches in order, so it is that of the last.
         else:
             after[key] = new
     return after

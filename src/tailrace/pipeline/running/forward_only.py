@@ -97,6 +97,7 @@ class ForwardRunner(PipelineRunner):
         def program(state: Tree, _: object) -> Any:
             return forward_pass(compute, state, infeed, out, self.per_pass, (), advances=True)
 
+        # Each replica sees other batches, so what batches change (metrics) differs between replicas.
         each = [False] * self._read_only + [True] * len(jax.tree.leaves(changed))
         super().__init__(program, (read, changed), (), pipeline, placement, each, training=False)
 

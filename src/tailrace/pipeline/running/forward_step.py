@@ -57,6 +57,7 @@ def forward_pass(
         params, model_state = read
         with inside_loop(current_trace("tr.Pipeline")):
             made, structure = cut_function(compute, (*read, infeed.spec().tree(), inputs))
+        # Cut outside the loop over elements: the calls of stages, not their equations, are its body.
         stages = forward_stages(made, structure, advances)
 
         def one(carry: Tree, batch: Tree) -> Any:
@@ -78,4 +79,6 @@ def forward_pass(
         state = after if advances else model_state
         return mark(params, Tag("held")), mark(state, Tag("held"))
 
+    # The lowering expects a loop over steps around the one over microbatches: a pass is a step
+    # without an update.
     return repeat(1, one_pass, read)

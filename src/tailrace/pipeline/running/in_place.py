@@ -25,6 +25,7 @@ def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> 
     >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()
     2
     """
+    # Known while tracing (one device, nothing on the host): no loop is needed.
     if condition is True:
         return body(carried)
 
@@ -51,6 +52,7 @@ class Emitting:
 
     def room(self, function: Callable[..., Any], args: Sequence[Any], device: int) -> Emissions:
         """The shapes of the emissions of `function(*args)`, which returns (..., emissions)."""
+        # One device has these values; they are sent to all from there, at the end of the execution.
         shapes = jax.eval_shape(function, *args)[-1]
         self.sources.update(dict.fromkeys(shapes, device))
         return shapes

@@ -70,6 +70,8 @@ def leaf_digests(
                 value = values[list(alike).index(number)]
                 value = value[0] if number in assembly.each else value
                 found = found.at[leaf].set(part(value, number, leaf))
+        # A leaf that differs per replica has a digest for each part of it. Digests of parts add up
+        # to the digest of the whole (`taps/bit_digests.py`).
         all_replicas = lax.all_gather(found, REPLICA)
         own = np.array([number in assembly.each for number in results])
         return jnp.where(own[:, None], total(all_replicas), found)

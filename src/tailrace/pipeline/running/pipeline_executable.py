@@ -40,6 +40,7 @@ class PipelinePlacement(Placement):
 
     def __init__(self, replicas: int, stages: int) -> None:
         mesh = devices.mesh(replicas, stages) if stages else None
+        # The base is a frozen dataclass that makes its mesh from replicas alone.
         for name, value in (("replicas", replicas), ("stages", stages), ("mesh", mesh)):
             object.__setattr__(self, name, value)
 
@@ -85,6 +86,8 @@ class PipelineProgram(DeviceProgram):
             mesh=placement.mesh,
             in_specs=(carried, same, PartitionSpec(None, REPLICA), same, same),
             out_specs=(carried, PartitionSpec(REPLICA), same),
+            # `Spread` decides what is equal on all stages, `check_in_step` what is equal on all
+            # replicas.
             check_vma=False,
         )
         one = placement.replicas == 1
@@ -125,6 +128,8 @@ class PipelineProgram(DeviceProgram):
         # content does not matter: slots are written before they are read.
         start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
         body: OnePass = one_pass
+        # A skipped step takes its carry back, by a select that would copy the stash. So the stash
+        # is not carried then.
         if self._skips:
             body = skipping(one_pass, functools.partial(_is_good, machine))
         over = Passes(body, False, 1, piece.length, trip=frame.trip)
@@ -144,8 +149,7 @@ class PipelineProgram(DeviceProgram):
         return self._left(held, alike), emitted, self._what_follows(numbers)
 
     # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1.
-    # The code of one device does not see them: they are removed on the way in and added on the way
-    # out.
+    # The code of one device does not see them: they are removed on the way in and added on the way out.
 
     def _entered(self, carried: Tree) -> tuple[list[Any], list[Any]]:
         """The carry as one device sees it: its buffers, and the values that are equal on all."""
@@ -206,4 +210,5 @@ def _is_good(machine: Machine, emitted: Emitted) -> Any:
             source = machine.emitting.sources.get(key)
             elsewhere = source is not None and lax.axis_index(STAGE) != source
             good = good & (fine(emission).all() | elsewhere)
+    # One decision for all devices: stages exchange values, and replicas must stay equal.
     return lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0

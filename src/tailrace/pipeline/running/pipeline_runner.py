@@ -50,6 +50,7 @@ class PipelineRunner(LoopRunner):
         hosted: frozenset[int] = frozenset(),
         stash_on_host: bool = False,
     ) -> None:
+        # The layout needs the traced function (its jobs decide the plan), so it is made by the runner.
         def over_stages(program: TracedLoop) -> StageLayout:
             return StageLayout(
                 program,
@@ -86,6 +87,7 @@ def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacemen
         )
         stages = len(pipeline.plan(sizes).devices)
         return PipelinePlacement(resolve_replicas(replicas, stages), stages)
+    # "As many replicas as fit" needs the number of devices of one, which only the trace shows.
     if replicas is None:
         raise PipelineError(
             "How many copies of a pipeline the devices hold is known once its stages are. Give "

@@ -142,6 +142,8 @@ def report(
     simulated = a.plan.simulate(forward, backward if a.plan.training else None)
     bubble = None
     if measured:
+        # Units measured alone include a dispatch each, which units inside a step do not: not below
+        # zero.
         busy = sum(times.values()) * a.plan.microbatches
         bubble = max(0.0, 1 - busy / (measured * a.num_devices))
     return dataclasses.replace(
@@ -184,6 +186,8 @@ def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
 def _example(aval: Any) -> Any:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), aval.shape)
+    # Values that stay finite through logarithms and divisions, and indices that every table has:
+    # NaN and denormal numbers take other times.
     return jnp.full(aval.shape, 0.5 if jnp.issubdtype(aval.dtype, jnp.inexact) else 0, aval.dtype)
 
 
@@ -239,6 +243,7 @@ def _advice(
             f"elsewhere (tr.balance proposes where)."
         )
     now = p.simulate(forward, backward).total / p.microbatches
+    # Twice the count fits every schedule that the count fits: a multiple of its round stays one.
     more = _with_count(p, 2 * p.microbatches).simulate(forward, backward).total
     gain = 1 - more / (2 * p.microbatches) / now
     if gain > 0.03:

@@ -80,6 +80,7 @@ class StageBuffers:
             device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
             slot = a.held_layout.slots[device][number]
             together.setdefault((slot.buffer, device), {})[number] = slot
+        # By buffer and device: one slicing program and one copy for all values that come from there.
         for (buffer, device), slots in together.items():
             forms = [slot.form for slot in slots.values()]
             rows = self._rows(state.values[Buffer("held", buffer)], device, forms[0].each)
@@ -165,6 +166,7 @@ def _owned(value: jax.Array) -> Any:
     """An unshared copy, which a loop may overwrite."""
     if value.sharding.memory_kind == HOST_MEMORY:
         return value  # it was copied there
+    # `device_put` may share the memory of the NumPy block; a dispatch donates the buffer.
     return jnp.copy(value)
 
 

@@ -89,6 +89,7 @@ class StageLayout(LoopLayout):
         """Fill the buffers; from then on, carried values are not looked up by variable."""
         known, program = state.values, self._program
         starts = [value_of(known, start) for _, start in program.loop.start]
+        # Popped: the values are now in the buffers, and a second copy would keep its memory.
         for var in program.traced.jaxpr.invars[: program.num_carried]:
             value = known.pop(var)
             if var in program.loop.reads:  # the loop does not change it
@@ -160,6 +161,7 @@ class StageLayout(LoopLayout):
         if entry.stage >= 0:
             return entry.stage
         kind, _, rest = entry.name.partition("/")
+        # By the kind of the name first: these are no leaves of the carry.
         if kind in ("loss", "aux", "output"):
             return self.plan.stages - 1
         if kind == "input":

@@ -101,6 +101,7 @@ class Values:
     def _make(self, var: Var) -> Any:
         eqn = self.constants[var]
         with internals.equation_context(eqn):
+            # Emitted again for each use, so that it is in no buffer and in no carry.
             outputs = internals.bind_again(eqn, [self.fetch(v) for v in eqn.invars])
         return outputs[eqn.outvars.index(var)]
 
@@ -108,8 +109,10 @@ class Values:
 def from_device(source: int, value: jax.Array) -> Any:
     """The value of one device of the stages, on all of them."""
     # A sum to which all other devices add zeros: one exchange, whichever the source is.
+    # JAX sums booleans as int32, four times the bytes.
     is_bool = value.dtype == jnp.bool_
     number = value.astype(jnp.int8) if is_bool else value
     mine = lax.axis_index(STAGE) == source
+    # Selected, not multiplied by zero: garbage on the other devices may be NaN.
     number = lax.psum(jnp.where(mine, number, jnp.zeros_like(number)), STAGE)
     return number.astype(jnp.bool_) if is_bool else number

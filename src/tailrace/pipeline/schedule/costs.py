@@ -64,8 +64,7 @@ def costs_of(
     """Parse the times that a user gives; see `simulator.simulate` for the accepted forms."""
     ahead = member_times(plan, forward, "forward")
     if backward is None:
-        # A backward computes two gradients, of inputs and of weights, for one product of the
-        # forward.
+        # A backward computes two gradients, of inputs and of weights, for one product of the forward.
         back = [[2.0 * time for time in stage] for stage in ahead]
     elif not plan.training:
         raise PlanError("An inference plan has no backward: leave `backward` out.")
@@ -83,6 +82,7 @@ def costs_of(
         times = (ahead if index < plan.stages else back)[stage]
         loads: dict[int, float] = {}
         for place, each in zip(plan.placement[stage], times, strict=True):
+            # Members of a group on one device run one after the other: together they are one unit.
             loads[rows[place]] = loads.get(rows[place], 0.0) + each
         for row, load in loads.items():
             virtual.append(index)
@@ -147,6 +147,7 @@ def _are_times(given: Any) -> bool:
     """Whether it is a list of finite numbers of zero or more."""
     return is_list(given) and all(
         _is_number(time)
+        # `np.number` includes complex numbers, which have no order.
         and not isinstance(time, complex | np.complexfloating)
         and 0.0 <= time < float("inf")
         for time in given

@@ -44,6 +44,7 @@ def read_microbatches(value: Any) -> int:
 
 def read_flag(value: Any, name: str) -> bool:
     """`value` as a bool, or a PlanError that names the argument."""
+    # 0 and 1 count too; text does not: "False" would be true.
     if not isinstance(value, int | np.bool_):
         raise PlanError(f"`{name}` is True or False; received {value!r}.")
     return bool(cast(Any, value))
@@ -203,6 +204,7 @@ def placement_of(mapping: DeviceMapping) -> Placement:
 
 def require_devices(named: Sequence[int], replicas: int, there: int) -> None:
     """Refuse a mapping with devices that a replica does not have."""
+    # Replicas have disjoint devices: each numbers its own from 0.
     each = there // replicas
     beyond = [device for device in named if device >= each]
     if beyond:
@@ -219,6 +221,7 @@ def require_one_stage_a_device(placement: Placement) -> None:
     """Refuse a mapping that an Interleaved training schedule cannot run."""
     owner: dict[int, int] = {}
     for stage, devices in enumerate(placement):
+        # Members of one group may share a device: they are one unit there.
         for device in set(devices):
             if device in owner:
                 raise PlanError(

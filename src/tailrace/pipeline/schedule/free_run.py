@@ -22,6 +22,7 @@ def free_running(plan: PlannedTicks, costs: Costs) -> tuple[float, float, float]
     else:
         _run_waves(plan, costs, clock)
     end = float(clock.free.max())
+    # Devices update as soon as they are done, so the last one to finish need not be the last to update.
     total = float((clock.free + costs.update).max())
     up = float(clock.begin.max())
     return total, up, end - max(float(clock.free.min()), up)
@@ -37,6 +38,7 @@ class _Clock:
 
 def _run_alone(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
     """Sequential: a microbatch starts when the previous one has finished, so times add up."""
+    # Members of a group run at the same time, so the slowest one decides.
     slowest = np.maximum.reduceat(costs.time, costs.first[:-1])
     hop = costs.hop[costs.first[:-1]]
     starts = np.concatenate([[0.0], np.cumsum(slowest + hop)])
@@ -70,6 +72,7 @@ def _run_waves(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
             clock.free[devices] = start + costs.time[units]
             # Of the members of a concurrent stage, the last one to finish counts.
             np.maximum.at(made, stages, clock.free[devices] + costs.hop[units])
+        # Only now: a unit reads what was made in earlier ticks, not in this one.
         arrived[1:][running] = made[running]
 
 

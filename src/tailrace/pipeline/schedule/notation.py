@@ -71,6 +71,7 @@ def to_text(plan: PlannedTicks) -> str:
     ]
     if plan.names:
         lines.append(f"names: {json.dumps(plan.names)}")
+    # Last, and with their number: everything behind it is ticks, and a truncated file is noticed.
     lines.append(f"ticks: {plan.num_ticks}")
     lines.extend(" ".join(map(str, tick)) or "-" for tick in plan.iter_ticks())
     return "\n".join(lines) + "\n"
@@ -100,7 +101,8 @@ def from_text(text: str) -> dict[str, Any]:
         if key in value:
             value[key] = _value(value[key], key)
     if "training" in value:
-        value["training"] = {"yes": True, "no": False}.get(value["training"])
+        # Anything else is left for `_fields` to refuse, in the words of the file.
+        value["training"] = {"yes": True, "no": False}.get(value["training"], value["training"])
     return _fields(value)
 
 

@@ -234,8 +234,10 @@ def _restore(fields: dict[str, Any]) -> Plan:
     kept = Plan(**fields, own_ticks=read_ticks(written))
     try:
         made = replace(kept, own_ticks=None)
+    # The schedule itself may refuse the count, and hand-written ticks need not keep its rule.
     except PlanError:
         return kept
+    # Compared lazily, tick by tick: the first difference ends it, and no second plan is kept in memory.
     same = made.num_ticks == kept.num_ticks and all(
         ours == theirs for ours, theirs in zip(made.iter_ticks(), kept.iter_ticks(), strict=True)
     )

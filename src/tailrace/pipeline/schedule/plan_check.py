@@ -79,7 +79,7 @@ class _Progress:
             )
         if unit.device not in self.devices[unit.stage]:
             home = " and ".join(map(str, self.devices[unit.stage]))
-            return f"stage {unit.stage} lives on device {home}, not on device {unit.device}"
+            return f"stage {unit.stage} is on device {home}, not on device {unit.device}"
         if unit.kind == "B" and not plan.training:
             return "an inference plan has no backward"
         return None
@@ -102,7 +102,7 @@ class _Progress:
         if plan.schedule is PipelineSchedule.SEQUENTIAL and stage == 0:
             last = ("B", 0) if plan.training else ("F", plan.stages - 1)
             if self.visible[last] < microbatch:
-                return f"microbatch {microbatch - 1} is still under way: Sequential runs one alone"
+                return f"microbatch {microbatch - 1} is still in flight: Sequential runs one alone"
         return None
 
     def _early_backward(self, unit: Unit) -> str | None:

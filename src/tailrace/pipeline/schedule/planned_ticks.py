@@ -47,6 +47,7 @@ class PlannedTicks(ABC):
         fields: dict[str, Any] = {
             "microbatches": read_microbatches(self.microbatches),
             "schedule": PipelineSchedule.parse(self.schedule),
+            # Again, although `plan(...)` has done it: a `Plan` may be made directly, or from a file.
             "device_mapping": read_mapping(
                 self.device_mapping, read_stages(len(self.device_mapping))[0]
             ),
@@ -117,6 +118,8 @@ class PlannedTicks(ABC):
         """
         total = self.num_ticks
         up = min(self.virtual_stages, total)
+        # The last round starts its last microbatch `offsets[-1]` ticks after its first: from there
+        # on nothing more enters.
         down = max(total - self.offsets[-1], up)
         return Phases(range(up), range(up, down), range(down, total))
 
@@ -158,6 +161,8 @@ class PlannedTicks(ABC):
         """The (virtual stage, microbatch) pairs of a tick, in order."""
         length, overlap = self.virtual_stages, self.overlap
         if self.schedule is PipelineSchedule.GROUPED:
+            # Grouped starts microbatch m in tick m, so those in flight are a range. The rule below
+            # gives the same; it tests every rotation.
             first = max(0, t - length + 1)
             return [(t - m, m) for m in range(first, min(t + 1, self.microbatches))]
         running: list[tuple[int, int]] = []

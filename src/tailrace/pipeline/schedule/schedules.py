@@ -45,6 +45,7 @@ class PipelineSchedule(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "PipelineSchedule":
+        # `StrEnum` looks up exact values only; "Grouped" and " grouped" are what users write.
         if isinstance(value, str):
             for member in cls:
                 if member.value == value.strip().lower():
@@ -128,6 +129,7 @@ def _clashing_rotations(virtual: tuple[tuple[int, ...], ...]) -> np.ndarray:
     for positions in visits.values():
         # A rotation by the distance of two visits of a device brings both to one tick.
         places = np.array(positions)
+        # The distance 0 is among them: a rotation conflicts with itself, so each is taken once.
         for place in positions:
             clash[(places - place) % count] = True
     return clash
@@ -148,6 +150,8 @@ def require_count(
     choices = [count for count in (below, below + overlap) if count >= overlap] or [overlap]
     use = " or ".join(f"microbatches={count}" for count in choices)
     work = "training" if training else "inference"
+    # "The number of iterations of the pipeline must be a multiple of" is the original's wording:
+    # programs written for IPUs may match it.
     text = (
         f"The number of iterations of the pipeline {rule} The {schedule} schedule for {work} with "
         f"{stages} stages on these devices keeps {overlap} in flight and runs them in whole "

@@ -142,8 +142,7 @@ def simulate(
     """
     mode = SimulationMode.parse(mode)
     costs = costs_of(plan, forward, backward, transfer, update)
-    # The busy time of devices does not depend on their synchronization; only their waiting time
-    # does.
+    # The busy time of devices does not depend on their synchronization; only their waiting time does.
     work = plan.microbatches * np.bincount(costs.device, costs.time, costs.devices) + costs.update
     last = float(costs.update.max())
     if mode is SimulationMode.FREE:
@@ -199,6 +198,7 @@ class _Price:
         self.two_phases = two_phases
         self.backward = costs.backward
         everything = np.arange(len(costs.virtual))
+        # The cost of a phase in which no device is idle: "masked" and "ungated" charge it.
         self.full = {kind: self._phase(everything[self.backward == kind]) for kind in (False, True)}
 
     def of(self, units: np.ndarray) -> float:
@@ -246,8 +246,7 @@ def _running(plan: PlannedTicks, t: int, offsets: np.ndarray) -> np.ndarray:
     length = plan.virtual_stages
     if plan.schedule is PipelineSchedule.GROUPED:
         return np.arange(max(0, t - plan.microbatches + 1), min(t, length - 1) + 1)
-    # Each offset is a series of microbatches, one every `length` ticks: which one, and its
-    # position.
+    # Each offset is a series of microbatches, one every `length` ticks: which one, and its position.
     turn, virtual = np.divmod(t - offsets, length)
     return virtual[(turn >= 0) & (turn < plan.microbatches // plan.overlap)]
 
@@ -263,6 +262,8 @@ def _own_rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
         units: list[int] = []
         for unit in tick:
             virtual = unit.stage if unit.kind == "F" else 2 * plan.stages - 1 - unit.stage
+            # -1 for a device that the mapping does not have: it is in no key, so the message below
+            # follows.
             key = (virtual, rows.get(unit.device, -1))
             if key not in number:
                 raise PlanError(

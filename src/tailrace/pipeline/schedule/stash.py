@@ -51,6 +51,7 @@ def depth(plan: PlannedTicks, stage: int) -> int:
 
 def slots(plan: PlannedTicks, stage: int) -> int:
     """The number of microbatches whose residuals a stage holds at once; 0 in inference."""
+    # One more than the depth: the slot of the microbatch itself is free only after its backward.
     held = depth(plan, stage) + 1
     return held if plan.training else 0
 

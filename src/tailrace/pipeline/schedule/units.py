@@ -50,6 +50,7 @@ def _read_unit(value: Any, tick: int) -> Unit:
         kind = None
         device = stage = microbatch = 0
     numbers = (device, stage, microbatch)
+    # Exactly int: True and 1.0 equal 1, and would be written back as something else.
     if kind not in ("F", "B") or any(type(number) is not int for number in numbers):
         raise PlanError(
             'A unit of a tick is (device, "F" or "B", stage, microbatch) with whole numbers; '

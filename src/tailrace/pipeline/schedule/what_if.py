@@ -28,15 +28,15 @@ class Case:
     """One result of `what_if`: a plan and its predicted cost, or why it is impossible.
 
     Attributes:
-        stages: how many stages.
-        devices: how many devices.
+        stages: the number of stages.
+        devices: the number of devices.
         schedule: the schedule.
         mode: how devices are synchronized.
-        microbatches: how many microbatches.
+        microbatches: the number of microbatches.
         cut: where the layers are cut.
-        plan: the plan; None where the schedule cannot run.
-        simulation: what it would cost; None where the schedule cannot run.
-        speedup: how much faster than all layers on one device, for the same microbatches.
+        plan: the plan; None if the schedule cannot run.
+        simulation: its predicted time; None if the schedule cannot run.
+        speedup: the speedup over all layers on one device, for the same microbatches.
         stash_bytes: on the device with the most, if sizes were given.
         problem: why there is no result, or None.
     """
@@ -232,6 +232,7 @@ class _Layers:
             stage_sums(self.update, case.cut),
             case.mode,
         )
+        # For the same work: one device pays the update of all layers too, but no transfer and no ramp.
         one_device = case.microbatches * self.alone + sum(self.update)
         peak = None
         if self.stash_bytes is not None:
@@ -251,6 +252,7 @@ def _all_cuts(
         found.append(tuple(range(1, len(costs))))
     for cut in found:
         stage_sums(costs, cut)  # refuses an invalid cut
+    # A cut may be asked for twice, by `stages` and by `cuts`.
     return list(dict.fromkeys(found))
 
 
