@@ -116,6 +116,7 @@ class Scan:
 
         Its last operand is the counter, which continues from piece to piece.
         """
+        # The initial carry is replaced; of the scanned operands a `tr.repeat` has one, its counter.
         consts, _, rows = self.split(self.eqn.invars)
         # The parameters of the body stay valid: it takes one row of the counter, however many follow.
         params = {**self.eqn.params, "length": length}
@@ -156,6 +157,7 @@ class While:
 
     def again(self, condition: Function, body: Function, operands: Sequence[Any]) -> list[Any]:
         """Emit the loop with another condition and body."""
+        # Constants become closed-over values: `lax.while_loop` counts them again by itself.
         tests, consts, init = self.split(operands)
         return list(
             lax.while_loop(

@@ -90,6 +90,7 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, tuple | list):
         items = [_replaced(item) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
+        # A named tuple (dimension numbers) is never made of programs, and has another constructor.
         return value if same or hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, ClosedJaxpr):
         inner = _replaced_in(value.jaxpr)
@@ -162,6 +163,7 @@ class Kind:
     def fastest(self) -> Callable[[Kind, Any, Any], Any] | None:
         """The form that measured fastest for this kind; None to leave it unchanged."""
         left, right = self.operand_dtypes
+        # Empty operands are left alone: there is nothing to gain.
         if left not in _DTYPES or left != right or 0 in (*self.lhs, *self.rhs, *self.space):
             return None
         if len(self.space) not in (1, 2, 3):
@@ -212,6 +214,8 @@ def _ordered(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> tuple[Any, Any]:
     rhs = rhs.transpose(*kernel[2:], kernel[1], kernel[0])
     groups = kind.params["batch_group_count"]
     if groups > 1:
+        # A batch group uses its part of the batch and its part of the outputs. With the parts as
+        # groups of features, it is a grouped convolution, which the library has.
         apart = lhs.reshape(groups, -1, *lhs.shape[1:])
         lhs = jnp.moveaxis(apart, 0, -2).reshape(*apart.shape[1:-1], -1)
     return lhs, rhs
@@ -299,6 +303,7 @@ def _dot(
         b,
         ((over_a, over_b), ((), ())),
         precision=kind.params["precision"],
+        # Terms are added up in float32 and rounded once, at the end.
         preferred_element_type=jnp.float32,
     )
 

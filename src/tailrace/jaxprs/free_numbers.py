@@ -153,9 +153,8 @@ def _is_product(value: Value) -> bool:
     made_by = value.source().made_by
     if made_by is None:
         return False
-    if (
-        made_by.name == "div"
-    ):  # by a constant or a broadcast, XLA multiplies with the inverse instead
+    if made_by.name == "div":
+        # By a constant or a broadcast, XLA multiplies with the inverse instead.
         below = made_by.inputs[1]
         return below.source().constant or below.is_spread or below.shape != made_by.inputs[0].shape
     return made_by.name in (*_PRODUCTS, UNKNOWN)
@@ -202,6 +201,8 @@ def _can_differ(value: Value) -> bool:
     aval = literal.aval
     if aval.shape != () or not np.issubdtype(getattr(aval, "dtype", None), np.floating):
         return False
+    # As an argument, a Python number becomes a weakly typed float32: a weak literal of another
+    # dtype would change its type.
     if getattr(aval, "weak_type", False) and aval.dtype != np.float32:
         return False
     number = float(literal.val)

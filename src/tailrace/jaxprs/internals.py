@@ -278,6 +278,7 @@ def coordination_client() -> Any:
     from jax.experimental import multihost_utils  # late: only multi-process programs need it
 
     try:
+        # Reached through a module that imports it: `jax._src.distributed` itself is private.
         return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
     except AttributeError as error:
         raise PACKAGE.unknown("the connection to its coordination service") from error

@@ -28,6 +28,7 @@ from tailrace.seams import Seam
 def check() -> None:
     """Raise a `VersionError` if JAX does not behave as expected; runs once per process."""
     internals.refuse_scan3()
+    # Whoever asked for the sample before may have done so under other flags of JAX.
     sample.cache_clear()
     internals.PACKAGE.check(seam for seam in SEAMS if not seam.late)
     sample.cache_clear()  # its programs serve the probes alone
@@ -55,6 +56,7 @@ def _inner(x: jax.Array) -> Any:
 
 
 def _everything(x: jax.Array) -> Any:
+    # Unused results: tracing alone makes the equations, and nothing here is ever compiled.
     lax.scan(lambda c, _: (c * 2.0, c), x, None, length=2)
     lax.while_loop(lambda c: c < 3.0, lambda c: c * 2.0, x)
     lax.cond(True, _same, _same, x)
@@ -143,6 +145,7 @@ def _name() -> bool:
 
 
 def _custom() -> bool:
+    # The function's name is what a tap in it is called by.
     names = {"custom_jvp_call": "_ruled_forward", "custom_vjp_call": "_ruled_backward"}
     return all(
         internals.contents(_one(name)) is not None
@@ -153,6 +156,7 @@ def _custom() -> bool:
 
 def _scopes() -> bool:
     forward = next(e for e in sample("gradient") if internals.operation(e) == "sin")
+    # Identities must be equal in both passes: gradients of activations are found by them.
     backward = [e for e in sample("gradient") if internals.is_backward(e)]
     scopes = internals.scopes_of(forward)
     return [name for name, _ in scopes] == ["probe"] and any(
@@ -198,6 +202,7 @@ def _binding() -> bool:
 
 
 def _levels() -> bool:
+    # Equal within a function and different inside another: that is all that is asked of the token.
     outside, inside = internals.trace_level(), []
     jax.make_jaxpr(lambda x: inside.append(internals.trace_level()) or x)(1.0)
     return outside == internals.trace_level() and inside[0] != outside
@@ -218,6 +223,7 @@ def _client() -> bool:
 
 
 def _recorded() -> bool:
+    # This probe runs operations on a device, which is slow: it is "late".
     x = jnp.float32(3.0)
     with Recording() as recording:
         y = _ruled_forward(x) * _ruled_backward(x)

@@ -106,6 +106,7 @@ def _mark_jvp(primals: Any, tangents: Any, *, tag: Tag) -> Any:
     out = mark_p.bind(*primals, tag=tag)
     if tag.follow_gradient:
         along = dataclasses.replace(tag, direction=TANGENT)
+        # A symbolic zero has no array that could be marked.
         tangents = [t if isinstance(t, ad.Zero) else mark_p.bind(t, tag=along)[0] for t in tangents]
     return out, list(tangents)
 
@@ -114,6 +115,7 @@ def _mark_transpose(cotangents: Any, *operands: Any, tag: Tag) -> Any:
     back = dataclasses.replace(tag, direction=COTANGENT)
     return [
         None
+        # Only operands that the function is linear in have a cotangent.
         if not ad.is_undefined_primal(operand)
         else (ct if isinstance(ct, ad.Zero) else mark_p.bind(ct, tag=back)[0])
         for ct, operand in zip(cotangents, operands, strict=True)
@@ -128,6 +130,7 @@ ad.primitive_transposes[mark_p] = _mark_transpose
 
 dequeue_p.multiple_results = True
 dequeue_p.def_abstract_eval(lambda counter, *, queue, avals: list(avals))
+# Elements are data: a gradient with respect to one is zero.
 ad.primitive_jvps[dequeue_p] = lambda primals, tangents, **params: (
     (out := dequeue_p.bind(*primals, **params)),
     [ad.Zero(jax.typeof(value).to_tangent_aval()) for value in out],
@@ -161,6 +164,7 @@ def dequeue(counter: jax.Array, queue: Any, spec: Any) -> Any:
 
 # -- numbers that are known at run time ---------------------------------------------------------
 
+# Functions, because the dtype of a key depends on the configuration when the program is traced.
 _AMBIENT = {
     "key": lambda: jax.eval_shape(lambda: jax.random.key(0)),
     "step": lambda: jax.ShapeDtypeStruct((), jnp.int32),
@@ -234,6 +238,7 @@ class ProgramTrace:
     def new_site(self, what: str) -> int:
         """Number a call that must appear in the traced program, and record its source line."""
         number = len(self.sites)
+        # The innermost frame of the user's own code: what the message about a lost mark points at.
         frame = next(
             (
                 f

@@ -111,6 +111,7 @@ def call_name(eqn: JaxprEqn) -> str:
     name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
     if internals.is_custom(eqn):
         name = internals.function_name(eqn)
+    # "<lambda>" says nothing; JAX's own functions (`_where`, `_var`) begin with an underscore.
     return "" if not name or "<" in str(name) else str(name).strip("_")
 
 
@@ -122,6 +123,8 @@ def multiplications(eqn: JaxprEqn) -> float:
         return 2.0 * _size(eqn) * math.prod(left[dim] for dim in contracted)
     if eqn.primitive is primitives.conv_general_dilated_p:
         kernel = _shape(eqn.invars[1])
+        # A result is a sum over the kernel's space and its input features: all its dims but the
+        # outputs.
         return 2.0 * _size(eqn) * math.prod(kernel) / kernel[_out_dim(eqn)]
     return 0.0
 

@@ -142,6 +142,7 @@ class Recording(Trace):
         def forward(values: Sequence[Any]) -> Any:
             known = {id(sources[n]): value for n, value in zip(places, values, strict=True)}
             _run(way, known)
+            # A target that no source reaches is itself: a constant, with gradient zero.
             reached = [known.get(id(target), target) for target in targets]
             return sum(
                 jnp.sum(value if weight is None else value * weight)

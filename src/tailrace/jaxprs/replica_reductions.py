@@ -37,6 +37,7 @@ def reduced(value: jax.Array, axis: str | None, mean: bool) -> Any:
     if axis is None:
         return value.astype(dtype)
     with jax.named_scope(REPLICAS):
+        # A sum has the dtype of its values, as in `jnp.sum`: overflow there is the caller's choice.
         if not mean:
             return lax.psum(value.astype(dtype), axis)
         narrow = dtype.itemsize < 4

@@ -65,6 +65,8 @@ def live_outs(equations: Iterable[JaxprEqn], later: Iterable[Var]) -> tuple[Var,
 
 def used_by(equations: Iterable[JaxprEqn]) -> dict[Var, None]:
     """The variables that equations use, in the order of first use."""
+    # A dict as an ordered set: the order decides that of operands, and must be the same in each
+    # process.
     return dict.fromkeys(var for eqn in equations for var in variables(eqn.invars))
 
 

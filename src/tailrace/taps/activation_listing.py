@@ -34,5 +34,6 @@ def new_listing() -> list[Entry]:
     found = _open.get()
     if found is None:
         return []
+    # The same list object: whoever opened the listing holds it.
     found.clear()
     return found

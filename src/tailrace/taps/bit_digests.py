@@ -95,6 +95,7 @@ def digest_many(
             continue
         each = words.size // math.prod(value.shape)
         count = words.size if size is None else min(words.size, size * each)
+        # The next power of two: few widths, so few kernels, and padding at most doubles the work.
         width = 1 << (words.size - 1).bit_length()
         together.setdefault(width, []).append((number, words, count))
     for width, members in together.items():
@@ -133,6 +134,7 @@ def bits_of(value: jax.Array) -> jax.Array:
         value = jax.random.key_data(value)
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value = jnp.stack([value.real, value.imag], axis=-1)
+    # Types of less than a byte cannot be reinterpreted one by one: JAX packs several into a byte.
     if value.dtype == jnp.bool_ or value.dtype.name in ("int4", "uint4", "int2", "uint2"):
         value = value.astype(jnp.uint8)
     width = value.dtype.itemsize
@@ -143,6 +145,8 @@ def bits_of(value: jax.Array) -> jax.Array:
 
 def _summed(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     zero = jnp.uint32(0)
+    # One reduction over pairs, so that each value is mixed and read once. Addition with carry is
+    # associative, so XLA may reduce in any order.
     return jnp.stack(lax.reduce((low, high), (zero, zero), _add, axes), axis=-1)
 
 
@@ -191,6 +195,7 @@ def host_digest(value: object, name: str, first: int = 0) -> int:
     index = np.arange(words.size, dtype=np.uint32) + np.uint32(first * each % 2**32)
     with np.errstate(over="ignore"):
         low, high = _mixed(words, index, seeds(name), np.uint32)
+    # The device adds with carry; here 64-bit sums hold the carries.
     total = int(low.sum(dtype=np.uint64)) + (int(high.sum(dtype=np.uint64)) << 32)
     return total % 2**64
 
@@ -214,6 +219,7 @@ def joined(words: jax.Array | np.ndarray) -> np.ndarray:
 def mixed_with(digests: np.ndarray, index: np.ndarray, name: str) -> int:
     """One digest of many digests, each with its index, so that their order counts."""
     both = np.stack([digests & np.uint64(0xFFFFFFFF), digests >> np.uint64(32)], axis=-1)
+    # Each digest is two words with indices of their own, as a 64-bit value is in `bits_of`.
     places = 2 * index.astype(np.uint64)[..., None] + np.arange(2, dtype=np.uint64)
     with np.errstate(over="ignore"):
         words, index = both.astype(np.uint32), places.astype(np.uint32)

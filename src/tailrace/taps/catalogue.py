@@ -114,6 +114,7 @@ class Catalogue(Sequence[Entry]):
         which the step uses the parameters.
         """
         kinds: dict[str, int] = {}
+        # A kind stays where its first tensor is; within it, the order of use replaces that of the tree.
         for place, entry in enumerate(self._entries):
             kinds.setdefault(entry.kind, place)
         keys = [
@@ -210,6 +211,7 @@ class Catalogue(Sequence[Entry]):
 
     def _unmatched(self, select: Select) -> str:
         text = select if isinstance(select, str) else getattr(select, "pattern", None)
+        # A low cutoff: names are long paths, and a glob shares few characters with any of them.
         near = difflib.get_close_matches(text or "", self.names, n=5, cutoff=0.3)
         if not near:
             near = self.names[:5]
@@ -226,6 +228,8 @@ def names_listed_by(where: str) -> Generator[None]:
     try:
         yield
     except SelectionError as error:
+        # Replaced, not appended: the sentence before names the catalogue, which this caller's user
+        # does not have at hand.
         text, _, _ = str(error).partition(LISTED)
         raise SelectionError(f"{text}{LISTED}{where}.") from None
 
@@ -249,11 +253,14 @@ def matches(select: Select, entry: Entry) -> bool:
         plain = not any(c in select for c in "*?")
         if plain:
             return entry.name == select or re.sub(r"\[\d+\]$", "", entry.name) == select
+        # Not `fnmatch`, which ignores case on Windows. A "[" is part of names (`dense[0]`), not a
+        # set of characters.
         return fnmatch.fnmatchcase(entry.name, select.replace("[", "[[]"))
     if isinstance(select, re.Pattern):
         return select.search(entry.name) is not None
     if isinstance(select, list | tuple | set):
         return any(matches(part, entry) for part in select)
+    # `select` is public, so what arrives here need not have been checked.
     check_selection(select)
     assert callable(select)
     return bool(select(entry))

@@ -46,6 +46,7 @@ def run_counted(
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
 
     start = jnp.int32(0)
+    # Python numbers have no dtype of their own, and the carry of a while loop must keep its dtype.
     init = jax.tree.map(jnp.asarray, init)
     # With period 1 every iteration is observed, so that the silent body is the observing one.
     looks_always = observing and period == 1
@@ -130,6 +131,7 @@ def _put(buffers: Tree, rows: Tree, index: jax.Array) -> Tree:
 def traced_once(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., Tree], Tree]:
     """Trace a function once: a function that emits the traced program, and the result's shapes."""
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
+    # What the function closes over becomes constants of the trace.
     run = internals.jaxpr_as_fun(closed)
     structure = jax.tree.structure(form)
 

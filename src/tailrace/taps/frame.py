@@ -86,6 +86,7 @@ class Block:
 
     def take_many(self, count: int) -> tuple[jax.Array, ...]:
         """The next `count` elements, still stacked."""
+        # A Python number as long as no while loop came before: slices are then static.
         start, self.position = self.position, self.position + count
         if isinstance(start, int):
             return tuple(leaf[start : start + count] for leaf in self.leaves)
@@ -142,6 +143,7 @@ class Frame:
     def microbatch(self) -> jax.Array:
         """The index of the microbatch in its step, from the counters of the inner loops."""
         number = jnp.int32(0)
+        # Nested loops over microbatches count like digits: the outer one is the more significant.
         for counter in self.counters[1:]:
             number = number * (counter.length or 1) + counter.value
         return number
@@ -149,6 +151,8 @@ class Frame:
     def fold_key(self, call: int) -> jax.Array:
         """The random key of one call of `tr.key()`; independent of the schedule."""
         key = self.ambient.key
+        # What the key depends on, and nothing else: not the device, the stage or the number of
+        # steps in an execution. So it is the same in every schedule, and in a recomputation.
         for number in (self.step(), self.microbatch(), self.ambient.replica, call):
             key = jax.random.fold_in(key, number)
         return key

@@ -69,6 +69,7 @@ def nought(flat: jax.Array) -> Any:
     """Zero if all values of a flat tensor are finite, else NaN."""
     programs = -(-flat.size // BLOCK)
     kernel = functools.partial(_noughts, width=BLOCK, size=flat.size)
+    # One number per program, summed by XLA: the programs of a kernel run in no order and share nothing.
     return _call(kernel, flat, programs, programs, "finiteness").sum()
 
 
@@ -183,6 +184,7 @@ def compiles() -> bool:
 
 def _defect() -> str:
     """What is wrong with the kernels; empty if they are right."""
+    # Every case in one row: a shift, a NaN, an infinity, a zero, and a tensor that does not fill it.
     flat = jax.device_put(np.array([3, np.nan, 0, -np.inf, 5], np.float32), _own_device())
     row, nought_of_all = jax.jit(lambda x: (row_statistics(x, 16), nought(x)))(flat)
     row = np.asarray(row)[0].tolist()

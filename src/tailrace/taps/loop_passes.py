@@ -127,6 +127,7 @@ class Passes:
             carry, (ys, emitted) = scan(
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1
             )
+            # The last of the group: periodic taps keep steps n-1, 2n-1, ...
             carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), observing)
             every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
             return carry, (_append(ys, last_ys), every, last)

@@ -55,6 +55,7 @@ class Namer:
 
     def entries(self, jaxpr: Jaxpr) -> list[Entry]:
         """An entry for each value: `activation/<scope>` and `activation/<scope>:<operation>`."""
+        # A value that leaves the function has a name although no equation uses it.
         results: set[Atom] = {var for var in jaxpr.outvars if isinstance(var, Var)}
         found = list(self._walk(jaxpr, (), (), "", (), results))
         # Scopes are listed after the operations in them; users read a catalogue in the order of the

@@ -224,6 +224,7 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     """
     total, squares, low, high, nan, inf, zero, shift = columns
     count = sizes.astype(total.dtype) - nan - inf
+    # A row may have no finite value at all: its sums are 0 then, and must not become NaN.
     some = jnp.maximum(count, 1)
     mean = shift + total / some
     # Not squares - total**2 / some: a GPU's division is off by a bit, which equal values would show.
@@ -338,6 +339,7 @@ def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
     parts = np.ascontiguousarray(np.moveaxis(partial, -1, 0)).astype(np.float64)
     total, squares, low, high, nan, inf, zero, shift = parts
     lengths = row_lengths(size).astype(np.float64)
+    # All of this in float64: sums over many rows would lose digits in float32.
     count = lengths - nan - inf
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         mean = shift + np.where(count > 0, total / count, 0)

@@ -58,8 +58,12 @@ class Resolver:
 
     def _mark(self, tag: Tag, inputs: list[jax.Array], frame: Frame) -> list[jax.Array]:
         if tag.role == "loop":
+            # The frame belongs to the body of this loop alone, so the loops beside it do not see
+            # the counter.
             frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
             return inputs
+        # A recomputation repeats what was sent already. Marks of gradients appear there for the
+        # first time.
         replayed = frame.replaying and tag.direction == FORWARD
         if self.on_mark is None or replayed:
             return inputs
@@ -68,12 +72,15 @@ class Resolver:
     def _gathered(self, value: jax.Array, replicas: int) -> jax.Array:
         """The values of all replicas; if one replica is replayed alone, its value is used for all."""
         if self.replica_axis is None:
+            # The program was traced for several replicas: shapes must stay as they are.
             return jnp.broadcast_to(value, (replicas, *value.shape))
         return lax.all_gather(value, self.replica_axis)
 
 
 def _number(ambient: Ambient, frame: Frame) -> jax.Array:
     what = ambient.what
+    # Fewer loops around it than when it was traced. The counters of the wrong loops would still
+    # give a key, but the same one in every iteration.
     if len(frame.counters) < ambient.depth:
         raise ProgramError(
             f"tr.{what}() is called in a tr.repeat or tr.while_loop that is itself differentiated, "

@@ -116,6 +116,8 @@ class Rewriter(Visitor[Any, Frame]):
         here: Position,
     ) -> list[Any]:
         """Apply requested changes to the equation's results, then emit the requested ones."""
+        # Changes first, whatever the order of the taps: what is observed is what the program
+        # continues with.
         wants = self.wanted.get(here, ())
         for want in wants:
             if want.change is not None:
@@ -128,6 +130,8 @@ class Rewriter(Visitor[Any, Frame]):
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """Emit the equation unchanged; on a CPU, a convolution in its fastest form."""
+        # Asked of the devices that were chosen, not of JAX's default: a CPU program may run beside
+        # a GPU.
         room = convolutions if devices.platform() == "cpu" else internals
         return room.bind_again(eqn, inputs)
 
@@ -154,6 +158,7 @@ class Rewriter(Visitor[Any, Frame]):
                 # keep the activations in memory after all.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
         outputs = self.run_inner(call.program, inputs, around, here)
+        # Put back: what follows the recomputation in the same frame is not repeated.
         around.replaying = replaying
         return outputs
 
@@ -220,6 +225,7 @@ class Rewriter(Visitor[Any, Frame]):
         tag = loop_tag(loop.body.jaxpr)
         most: Any = tag.payload if tag else None
         counts = elements_read(loop.body.jaxpr.eqns)
+        # `take_many` below takes the most that the loop can read; what it has not read is given back.
         before = {queue: frame.blocks[queue].position for queue in counts}
         elements = {
             queue: [

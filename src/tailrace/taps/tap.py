@@ -53,6 +53,7 @@ class Every:
 
     def __post_init__(self) -> None:
         n = check_count("n", self.n, at_least=1, error=OptionError, more=" in tr.every(n)")
+        # As a plain int: NumPy integers would not compare or print like one.
         object.__setattr__(self, "n", n)
 
 
@@ -135,6 +136,7 @@ class Tap:
     def nbytes(self, entry: Entry) -> int:
         """Bytes of one record of a tensor."""
         if self.reduce is Reduce.STATS:
+            # Eight float32 for each row that leaves the device; the host merges them.
             return len(row_lengths(max(1, int(np.prod(entry.shape))))) * 32
         if self.reduce is Reduce.HISTOGRAM:
             return NUM_BINS * 4
@@ -156,6 +158,7 @@ class StopOnNonfinite:
     limit: int = 10
     bundle: str | os.PathLike[str] | None = None
 
+    # Constants of the class, not fields: they are read like those of a `Tap`, and no user may set them.
     period = 1
     mode = Mode.ALL
     kind = "finite"
@@ -280,6 +283,7 @@ def parse_taps(observe: Any) -> list[Tap | StopOnNonfinite]:
     """The value of `observe=` as taps; a bare selection means its statistics."""
     if observe is None:
         return []
+    # A string is iterable too, but it is one selection.
     if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
         observe = [observe]
     try:
@@ -332,6 +336,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
         # One value per execution, whatever its length, so it does not limit the length.
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
             continue
+        # Inside the second loop, over microbatches, a tensor has a value for each of them.
         count = (microbatches if one.loops > 1 else 1) * replicas
         total += one.tap.nbytes(one.entry) * count / one.tap.period
     return total

@@ -41,6 +41,7 @@ class UseOrder(Visitor[Held, None]):
         """One operation; a mark of a parameter names what it marks."""
         if is_mark(eqn):
             tag = tag_in(eqn)
+            # The other marks are identities: they pass on what they mark.
             named = tag is not None and tag.role == "value" and tag.name.startswith(PREFIX)
             return [tag.name.removeprefix(PREFIX)] if tag is not None and named else inputs
         found = dict.fromkeys(filter(None, inputs))
@@ -57,6 +58,8 @@ class UseOrder(Visitor[Held, None]):
 
     def scan(self, scan: Scan, inputs: list[Held], around: None, here: Position) -> list[Held]:
         """One iteration of the body."""
+        # Once is enough: the order of first uses is that of the first iteration. Rows of a stacked
+        # parameter are that parameter.
         return self.run_inner(scan.body, inputs, around, here)
 
     def while_loop(

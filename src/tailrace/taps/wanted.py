@@ -100,6 +100,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
             frame.emit(want.key, want.reduce(emission.value), emission.valid)
     if guarded:
         key = FiniteKey(key for key, _ in guarded)
+        # Without a flag: a guard is reduced in the branch that computes it, before the branch adds one.
         frame.emit(key, all_finite([e.value for _, e in guarded]))
     if digested:  # in one array: each array that leaves a device has a fixed cost
         names = [name for (name, _), _ in digested]
@@ -130,5 +131,6 @@ def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
         size = math.prod(emission.value.shape[want.layers :])
         key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
     for _ in range(want.layers):
+        # Once for each of the user's scans around it: their iterations are its leading dims.
         reduce = jax.vmap(reduce)
     frame.emit(key, reduce(emission.value), emission.valid)

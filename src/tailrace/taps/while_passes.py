@@ -46,6 +46,8 @@ def run_while(
     def keep(number: jax.Array, kept: Emitted, emitted: Emitted) -> Emitted:
         put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, number, 0)  # noqa: E731
         return Emissions(
+            # A user's loop gives one value, its last, to a tap that sums too: that sums over our
+            # iterations, not over these.
             (key, collected(key, old, emitted[key], most is not None))
             if is_single(key)
             else (key, jax.tree.map(put, old, emitted[key]))
