@@ -91,6 +91,7 @@ class FromFunction(Dataset):
         """Call the function, and return its result as a dataset."""
         made = self._function()
         try:
+            # Refused, although `as_dataset` would accept it: one call must give the data.
             if callable(made) and not isinstance(made, Iterable):
                 _refuse(made)
             return as_dataset(made)

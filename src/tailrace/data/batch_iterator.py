@@ -60,6 +60,7 @@ class BatchIterator:
     def check_recipe(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of a stream with other batches, or in another order."""
         for name, value in self.recipe().items():
+            # Every field must be there: a state without one comes from another kind of source.
             if name in state and state[name] == value:
                 continue
             raise DataError(
@@ -165,9 +166,9 @@ class BatchIterator:
             stop = min(start + n, whole)
             if stop > start:
                 spans.append((epoch, start, stop))
-            # Only `next` can give a batch of another size: stacked ones have one shape.
+            # The next batch is a smaller one, which only `next` can give: stacked ones have one shape.
             if whole < per_epoch and stop == whole:
-                break  # the next batch is a smaller one
+                break
             n -= stop - start
             position += stop - start
         return spans

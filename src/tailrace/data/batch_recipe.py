@@ -108,6 +108,8 @@ class BatchRecipe(ABC):
         count = self.num_examples + len(self.left_out)
         order = np.arange(count)
         if self.shuffle:
+            # Of all rows: those left out are removed afterwards, and the others keep their order
+            # among themselves.
             order = np.random.default_rng([self.seed, epoch]).permutation(count)
         return order[~np.isin(order, self.left_out)] if self.left_out else order
 

@@ -49,6 +49,7 @@ class Batches(BatchRecipe):
         more = np.atleast_1d(np.asarray(rows)).ravel().tolist()
         for row in more:
             check_count("row", row, at_least=0, more=" (its number in the arrays)")
+        # Added to those left out before; `BatchRecipe` sorts them and removes duplicates.
         return replace(self, left_out=(*self.left_out, *more))
 
     def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:
@@ -66,6 +67,7 @@ class Batches(BatchRecipe):
         >>> tr.batches(np.arange(6), 2).rows(1, 2).tolist()
         [[2, 3], [4, 5]]
         """
+        # By the iterator itself, so that what is reported is what was read.
         iterator = self.iterate(epoch)
         iterator.seek(first)
         return iterator.indices(count)

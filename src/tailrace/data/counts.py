@@ -57,6 +57,7 @@ def check_flag(name: str, value: Any, *, error: type[TailraceError] = DataError)
     >>> check_flag("shuffle", np.bool_(False))
     False
     """
+    # 0 and 1 are flags too; any other number is more likely a misplaced count.
     if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
         return bool(value)
     raise error(f"{name} is True or False. Received: {name}={value!r:.80}.")
@@ -85,6 +86,7 @@ def check_number(
     number = isinstance(value, (int, float, np.integer, np.floating))
     least = float("-inf") if at_least is None else at_least
     if number and not isinstance(value, bool) and (value > least if positive else value >= least):
+        # Python's integers have no limit: one of 400 digits is finite, but no float.
         try:
             if np.isfinite(float(value)):
                 return float(value)

@@ -10,10 +10,9 @@ from tailrace.data.trees import Tree
 class Dataset(ABC):
     """A stream of elements, each a tree of numpy arrays; make one with `as_dataset`.
 
-    Responsibilities: the adapter (a subclass, one for each kind of source) reads a source and converts
-        its
-    leaves to NumPy arrays; the infeed checks elements against the first one, counts them and transfers
-    them to the device.
+    The adapter (a subclass, one for each kind of source) reads a source and converts its leaves to
+    NumPy arrays. The infeed checks elements against the first one, counts them and transfers them to
+    the device.
 
     To add a kind of source, derive from it:
 

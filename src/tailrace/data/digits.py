@@ -52,6 +52,7 @@ def digits(
         Split.TEST: slice(first_of_test, None),
     }
     part = parts[_as_split(split)]
+    # Copies: all calls share the cached arrays, and a caller may write to its own.
     return _with_dtype(images[part], dtype), labels[part].copy()
 
 
@@ -66,7 +67,8 @@ def _as_split(split: Split | str) -> Split:
 def _with_dtype(images: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
     try:
         kind = np.dtype(dtype).kind
-        # NumPy's kind of bfloat16 and similar dtypes is "V", so finfo decides.
+        # NumPy's kind of bfloat16 and similar dtypes is "V", as is that of raw bytes: a value that
+        # survives the conversion decides.
         holds_fractions = kind in "fV" and float(np.asarray(0.5).astype(dtype)) == 0.5
         fits = holds_fractions or (kind in "iu" and int(np.asarray(255).astype(dtype)) == 255)
     except (TypeError, ValueError):

@@ -93,6 +93,7 @@ def open_regular(path: str | os.PathLike[str], error: type[TailraceError]) -> Bi
     # Non-blocking: opening a pipe without a writer would never return.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(path, flags)
+    # Of the open file, not of the path: what the path names may be replaced between two looks.
     kind = os.fstat(handle).st_mode
     if not stat.S_ISREG(kind):
         os.close(handle)
@@ -147,6 +148,7 @@ def parse_json(text: bytes | str) -> Any:
     """
     try:
         return json.loads(text)
+    # `json` recurses: a few kilobytes of brackets would end the process with another exception.
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -170,6 +172,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Until then it has a temporary name in the same directory. An existing link is replaced, not
     followed.
     """
+    # In the same directory, because a rename is atomic only within one file system.
     part = path.with_name(f"{path.name}.part")
     with contextlib.suppress(FileNotFoundError):
         part.unlink()
@@ -179,6 +182,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
+            # Before the rename: after a loss of power the name must not lead to an empty file.
             os.fsync(handle)
         os.replace(part, path)
     except BaseException:

@@ -24,6 +24,7 @@ class TensorFlowDataset(Dataset):
         self._dataset = dataset
         self.name = f"tf.data dataset ({type(dataset).__name__.lstrip('_')})"
         cardinality = int(dataset.cardinality())
+        # TensorFlow has negative numbers for "unknown" and "infinite".
         self.length = cardinality if cardinality >= 0 else None
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
 

@@ -36,6 +36,7 @@ def form_runs(dataset: Any) -> Iterator[Any]:
     run = _Run(source.name, source.iterate())
     run.when_empty = source.when_empty
     yield run
+    # Set when the run before was read to its end: that is why runs must be read in order.
     while run.following is not None:
         run = _Run(source.name, chain([run.following], run.elements))
         yield run

@@ -35,6 +35,7 @@ def check_path(
     'first'
     """
     if is_path(value):
+        # Not resolved: a link stays the name that the user gave, and need not exist yet.
         return Path(value).absolute()
     raise error(
         f"{name} is the path of a {what}: a text, or a pathlib.Path. Received: {name}={value!r:.80}."

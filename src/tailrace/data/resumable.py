@@ -47,6 +47,7 @@ class ResumableMap(Iterator[Element], Generic[Element]):
 
 def resumable(function: Callable[[Any], Element], iterable: Any) -> Iterator[Element]:
     """`map(function, iterable)`; with a position if the iterable, or its iterator, has one."""
+    # Loaders of PyTorch keep the position in the iterable, Grain in the iterator.
     loads = callable(getattr(iterable, "state_dict", None))
     if loads and callable(getattr(iterable, "load_state_dict", None)):
 
@@ -71,6 +72,8 @@ def encode_state(state: Tree) -> dict[str, Any]:
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}
     try:
+        # Through JSON and back: what a checkpoint will hold, and a copy that the iterator cannot
+        # change.
         return {"json": json.loads(json.dumps(state))}
     except (TypeError, ValueError):
         raise DataError(

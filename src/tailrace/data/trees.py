@@ -47,6 +47,7 @@ def leaves(tree: Tree) -> list[Any]:
     [1, 2]
     """
     found: list[Any] = []
+    # By the same traversal as `map_leaves`, so that the two can never disagree on the order.
     map_leaves(found.append, tree)
     return found
 

@@ -64,6 +64,7 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[D
     each = _by_process(found)
     if devices is not None and min(map(len, each)) < devices:
         raise DeviceError(_too_few(devices, min(each, key=len), started))
+    # The same number from each process: every one has to take part in every program.
     _chosen = [device for own in each for device in own[:devices]]
     if platform is not None:
         _make_default()
@@ -126,6 +127,8 @@ def platform() -> str:
 def mesh(replicas: int, stages: int = 1) -> Mesh:
     """The devices as a grid of replicas and stages; stages of one replica are neighbours."""
     found = available()
+    # Stages of one replica are neighbours in the list: they exchange values in every tick, replicas
+    # only once a step.
     needed = replicas * stages
     if needed > len(found):
         if stages > len(found):
@@ -204,6 +207,7 @@ def _ask_for_cpu_devices(devices: int | None) -> bool:
         return True
     try:
         jax.config.update("jax_num_cpu_devices", int(devices))
+    # JAX refuses a change after its devices were made.
     except RuntimeError:
         return False
     return True

@@ -41,6 +41,8 @@ def apply_environment() -> None:
     """
     devices = asked_devices()
     if devices is not None:
+        # Both: the variable for a JAX that is imported later and for child processes, the option
+        # for one that is imported already.
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         if (jax := sys.modules.get("jax")) is not None:
             # If JAX has started already, too few devices raise an error when they are used.

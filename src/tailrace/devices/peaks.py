@@ -27,4 +27,5 @@ def peak_of(kind: str) -> float | None:
     >>> peak_of("NVIDIA H200"), peak_of("cpu")
     (989000000000000.0, None)
     """
+    # The first that fits, so that longer names come first in the table: "TPU v5p" before "TPU v5".
     return next((peak for name, peak in PEAKS.items() if name in kind), None)

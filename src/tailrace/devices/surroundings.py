@@ -50,5 +50,6 @@ def changed_since(then: Mapping[str, Any] | None) -> list[str]:
     return [
         f"{name}: {str(value) or 'none'} then, {now[name] or 'none'} now"
         for name, value in (then or {}).items()
+        # What an older version did not record is no difference.
         if name in now and str(value) != now[name]
     ]

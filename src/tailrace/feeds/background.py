@@ -31,6 +31,7 @@ class Worker:
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Call `function(*args, **kwargs)` in the thread, after everything submitted before."""
+        # A `Future`, so that a caller can wait with a limit, and so that an exception reaches it.
         future: Future[Any] = Future()
         self._calls.put((future, function, args, kwargs))
         return future

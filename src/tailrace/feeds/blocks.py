@@ -77,12 +77,16 @@ class HostBlocks(Blocks):
         """Batches, stacked."""
         tree, done = source.read(count, allocate)
         leaves = zip(jax.tree.leaves(tree), spec.leaves, strict=True)
+        # Batches have the dtypes of the arrays; a device has 64 bits only if JAX was configured for
+        # them.
         return [leaf.astype(form.dtype, copy=False) for leaf, form in leaves], done
 
     def join(self, blocks: Sequence[Block], spec: ElementSpec) -> Block:
         """Blocks, one after the other, in one allocation."""
         joined = self.new(sum(len(block[0]) for block in blocks), spec)
         for number, target in enumerate(joined):
+            # Into memory of the pool, aligned for a CPU device; `concatenate` alone would allocate
+            # its own.
             np.concatenate([block[number] for block in blocks], out=target)
         return joined
 
@@ -106,6 +110,8 @@ def batch_spec(batches: BatchRecipe) -> ElementSpec:
     size = min(batches.batch_size, batches.num_examples)
     return ElementSpec.of(
         jax.tree.map(
-            lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])), batches.arrays
+            # A broadcast scalar has the form of a batch and takes no memory.
+            lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])),
+            batches.arrays,
         )
     )

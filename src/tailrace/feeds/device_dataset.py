@@ -79,6 +79,8 @@ class IndexBlocks(Blocks):
             more = np.zeros((room - len(indices), *indices.shape[1:]), indices.dtype)
             indices = np.concatenate([indices, more])
         if sharding not in self._on_device:
+            # Kept for the life of the reader: programs with other shardings (evaluation) have their
+            # own copy.
             self._on_device[sharding] = self._copied(sharding)
         return _gather(sharding)(self._on_device[sharding], jax.device_put(indices, sharding))
 
@@ -104,6 +106,7 @@ def _gather(sharding: jax.sharding.Sharding) -> Any:
     out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
     def gather(arrays: tuple[Any, ...], indices: jax.Array) -> tuple[Any, ...]:
+        # Indices are always valid. The default mode would compare each of them, and fill with NaN.
         return tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
 
     return jax.jit(gather, out_shardings=out)

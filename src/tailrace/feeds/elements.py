@@ -89,6 +89,8 @@ class ElementSpec:
         for path, leaf, spec, dtype in zip(
             self.paths, leaves, self.leaves, self.dtypes, strict=True
         ):
+            # Not converted if it has a dtype: an array of another library would be copied for each
+            # element.
             found = np.asarray(leaf) if not hasattr(leaf, "dtype") else leaf
             if found.shape != spec.shape or found.dtype != dtype:
                 raise ElementError(
@@ -123,6 +125,7 @@ def call_with_element(function: Callable[..., Any], first: Sequence[Any], elemen
 
     An exception of the function gets a note that says what it was called with.
     """
+    # Outside the `try`: what does not bind has a message of its own.
     args, kwargs = bind_element(function, len(first), element)
     try:
         return function(*first, *args, **kwargs)
@@ -131,6 +134,7 @@ def call_with_element(function: Callable[..., Any], first: Sequence[Any], elemen
     except Exception as error:
         # A function may call another one this way; the innermost call is the one that failed.
         if not any(note.startswith(_CALLED) for note in getattr(error, "__notes__", ())):
+            # A note, not a new exception: the user's own type and traceback stay as they are.
             error.add_note(_called_with(function, (*first, *args), kwargs, element, error))
         raise
 

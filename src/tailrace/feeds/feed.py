@@ -51,6 +51,7 @@ class Staged:
     def cut(self, count: int) -> Staged:
         """The first `count` elements per replica, without padding."""
         host = [leaf[: count * self.replicas] for leaf in self.host]
+        # Rows are elements of a replica on the device, and of all replicas on the host.
         device = tuple(leaf[:count] for leaf in self.device)
         return Staged(host, device, count, self.replicas, self.first)
 

@@ -143,6 +143,8 @@ class InfeedQueue(Feed):
             self._check_open()
             staged = self._staging.take(self._open, self._order(count, sharding, room))
             self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
+            # Only now that the block is there: a take that timed out, or was interrupted, has taken
+            # nothing.
             self._taken += count * staged.replicas
             # Prefetch now, not after the dispatch: on a GPU a dispatch may return only when most of the
             # execution is over, and the copy would no longer overlap with it.
@@ -198,6 +200,8 @@ class InfeedQueue(Feed):
     def get_state(self) -> dict[str, Any]:
         """The position of programs in the dataset, as JSON; prefetched elements count as unread."""
         with self._lock:
+            # By what programs have taken, not by what the reader has read: a resumed fit reads the
+            # difference again.
             return {"elements": self._taken, **self._open().state_at(self._taken)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -258,6 +262,7 @@ class InfeedQueue(Feed):
         """Stop the thread and release staged blocks; the queue can be used again."""
         with self._lock:
             self._leave()
+            # Stopped outside the lock: the dataset that the thread is reading may itself use the queue.
             thread, blocked = self._staging.release()
         if thread is not None:
             thread.stop(0.0) if blocked else thread.stop()

@@ -162,7 +162,9 @@ class OutfeedQueue:
         if not parts:
             parts = [[np.zeros((0, *shape), dtype) for shape, dtype in shapes]]
         leaves = [
-            leaf[0] if len(leaf) == 1 else np.concatenate(leaf) for leaf in zip(*parts, strict=True)
+            # One execution, the common case, is returned as it is, without a copy.
+            leaf[0] if len(leaf) == 1 else np.concatenate(leaf)
+            for leaf in zip(*parts, strict=True)
         ]
         return jax.tree.unflatten(structure, leaves)
 
@@ -216,6 +218,8 @@ class OutfeedQueue:
                     f"An outfeed keeps elements of one structure, {self._structure}. Received: "
                     f"{structure} from another program. Use one outfeed per kind of element."
                 )
+            # Elements that wait together are concatenated by `dequeue`; without any, a program may
+            # change shapes.
             waits = self.mode is OutfeedMode.ALL and self._blocks
             if waits and list(self._shapes) != list(shapes):
                 raise FeedError(self._unlike(structure, list(shapes)))
@@ -265,6 +269,7 @@ class OutfeedQueue:
             f"executions are dropped, as when_full='drop_oldest' says.",
             key=f"full outfeed {id(self)}",
         )
+        # A block larger than the limit empties the queue and is then queued anyway: the newest is kept.
         while self._blocks and waiting + size > self.most_bytes:
             waiting -= self._blocks.popleft().nbytes
             self.dropped += 1

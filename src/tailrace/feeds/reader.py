@@ -90,6 +90,8 @@ class Reader:
                 )
             self._spec = self._first_form(first)
             self._first = None
+            # Most elements are flat tuples of arrays. Comparing them directly is much cheaper than
+            # flattening.
             if self._spec.structure == jax.tree.structure((0,) * len(self._spec.leaves)):
                 shapes = (leaf.shape for leaf in self._spec.leaves)
                 self._plain = list(zip(shapes, self._spec.dtypes, strict=True))
@@ -121,6 +123,7 @@ class Reader:
         while missing and self._waiting:
             block = self._waiting.popleft()
             if len(block[0]) > missing:
+                # A view: what was put back is cut, not copied.
                 self._waiting.appendleft([leaf[missing:] for leaf in block])
                 block = [leaf[:missing] for leaf in block]
             blocks.append(block)
@@ -128,6 +131,7 @@ class Reader:
         if missing:
             block, failure = self._read_on(missing, blocks)
             if len(block[0]) < count:
+                # It was never counted as delivered; the count below is not reached.
                 self.put_back(block, uncount=False)
                 if isinstance(failure, BaseException):
                     raise failure

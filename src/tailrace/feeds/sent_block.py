@@ -77,6 +77,7 @@ class SentBlock:
                 # All replicas take a branch or none does; otherwise elements would have no order.
                 made = made.reshape(len(made), -1).all(axis=1)
                 self._settled = [leaf[made] for leaf in self._settled]
+            # Drops the arrays on the device, whose memory the next executions need.
             self._leaves, self._valid = [], None
         return self._settled
 
@@ -88,6 +89,8 @@ class SentBlock:
     def _flatten(self, array: np.ndarray) -> np.ndarray:
         replica = ()
         if self._replicas > 1:
+            # Loop dims become one, the order of sending; the values of all replicas are one element
+            # of it.
             array = np.moveaxis(array, 0, self._loops)
             replica = (self._replicas,)
         return _alone(array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :]))

@@ -74,6 +74,7 @@ class Staging:
 
     def take(self, reader: Opening, order: Order) -> Staged:
         """The next block; waits for it."""
+        # Read ahead for another program or another length: put back and read again, in the new form.
         if not self.staged or self.staged[0][0] != order:
             self.settle(reader)
             self._stage(reader, order)
@@ -81,9 +82,8 @@ class Staging:
         if is_traced():
             counter("infeed depth", self._depth())
         with span("dataset wait", elements=order.count):
-            self._wait_for(
-                reader, future
-            )  # popped only afterwards: an interrupt here loses nothing
+            # Popped only afterwards: an interrupt here loses nothing.
+            self._wait_for(reader, future)
         self.staged.popleft()
         staged = future.result()
         # Between this and `started` the block is alive without an execution that could be waited for.
@@ -106,6 +106,7 @@ class Staging:
             late, future = self._late
             self._wait_for(reader, future)
             self._late = None
+            # The queue may read another dataset by now: elements of the old one must not go into it.
             if late is reader():
                 _take_back(late, future)
         # Blocks that are still being read are waited for, others cancelled: an element that was read is

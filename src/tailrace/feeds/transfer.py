@@ -38,6 +38,7 @@ def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int =
     if pieces < 2 or spread:
         moved = jax.device_put(array, sharding)
     else:
+        # Chunks are transferred in parallel, and joined by the device in its own memory.
         moved = _join([jax.device_put(piece, sharding) for piece in np.array_split(array, pieces)])
     if not array.ndim or room <= len(array):
         return moved

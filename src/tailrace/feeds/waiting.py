@@ -77,6 +77,8 @@ class Patience:
         # In short waits: a Ctrl-C, and `stopped`, are noticed only between them.
         note_at = NOTE_S
         while not wait([future], timeout=min(LOOK_S, self.timeout_s or LOOK_S)).done:
+            # For one element, by the source's clock: a block of many elements may take longer than
+            # the limit.
             waited = source.waited_s()
             if self.stopped is not None and self.stopped():
                 raise WaitStopped(f"Waiting for {source.awaited()} was stopped.")
@@ -156,4 +158,5 @@ class Runs:
                         f"No program that sends to {what} was started within {timeout_s:g} "
                         f"seconds. Start one in another thread, or raise timeout_s."
                     )
+                # With a limit, to look at `give_up` again: nothing notifies when no program starts.
                 self.changed.wait(timeout=0.5)

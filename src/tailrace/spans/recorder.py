@@ -102,6 +102,7 @@ class Recorder:
         global _recorders
         self.began = time.perf_counter_ns()
         with _lock:
+            # A new tuple each time: readers take it without the lock, and see one state or the other.
             _recorders = (*_recorders, self)
 
     def close(self) -> None:
@@ -137,6 +138,7 @@ class Recorder:
         """Called before an execution is prepared."""
         self._number += 1
         if self.executions is not None:
+            # Spans of other executions are not recorded: the room of a recorder is for the chosen ones.
             self._open = self._number in self.executions
 
     def dispatch(self, program: jax.stages.Compiled) -> None:
@@ -169,9 +171,8 @@ class _Watch:
     def stop(self) -> None:
         if self._thread is not None:
             self._tickets.put(None)
-            self._thread.join(
-                LEAVE_S
-            )  # it waits for an execution that may be stuck; it is a daemon
+            # It waits for an execution, which may be stuck: not for ever, and it is a daemon.
+            self._thread.join(LEAVE_S)
             self._thread = None
 
     def _run(self) -> None:
@@ -184,8 +185,11 @@ class _Watch:
             except Exception:
                 failed = True  # the caller that collects it gets the exception
             end = time.perf_counter_ns()
+            # A device runs executions one after the other: one that waited in its queue began when
+            # the previous one ended.
             self._add(made(number=number, start=max(started, last), end=end, failed=failed))
             last = end
+            # While the thread waits for the next one, it must not keep arrays of this one alive.
             del ticket, item
 
 

@@ -50,6 +50,7 @@ class _Span:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
+            # A span that ends by an exception is recorded too: it is often the one that is looked for.
             self.about["raised"] = kind.__name__
         for each in self.recorders:
             each.add(self.name, self.start, self.about)

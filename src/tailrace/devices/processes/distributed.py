@@ -156,6 +156,8 @@ class Share(Dataset):
     def iterate(self, epoch: int = 0) -> Iterator[Any]:
         """Its elements; the others are read and skipped."""
         for number, element in enumerate(self._source.iterate(epoch)):
+            # By number, not by halves of the dataset: each step then has the same elements as in
+            # one process.
             if self._first <= number % self._replicas < self._first + self._count:
                 yield element
 
@@ -234,6 +236,8 @@ def _leave_at_once_when_failed() -> None:
     def leave() -> None:
         with contextlib.suppress(Exception):
             internals.coordination_client().key_value_set(f"{LEFT}/{jax.process_index()}", "1")
+        # A normal exit would wait in JAX's own shutdown for the others, who wait in a collective
+        # for this one.
         if failed:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -20,6 +20,8 @@ def guard() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles interrupts
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     groups: set[int] = set()
+    # The end of the input is the signal: the system closes the pipe however the launcher ended, by
+    # SIGKILL too.
     for line in sys.stdin:
         if line.strip() == "done":
             return

@@ -45,6 +45,7 @@ class Heartbeat:
     ) -> None:
         self._client, self._here, self._count, self._limit_s = client, here, count, limit_s
         self._has_left, self._end = has_left, end or self._leave
+        # Several reports within the limit: one that is lost or late must not end a program.
         self._pause = min(_MOST_PAUSE_S, limit_s / 8)
         now = time.monotonic()
         self._last_signs = {number: ("", now) for number in range(count) if number != here}
@@ -69,6 +70,7 @@ class Heartbeat:
 
     def beat(self, number: int) -> None:
         """Report that this process is alive, and read the others' reports."""
+        # A count, not a time: clocks of machines differ, and only a change of the value matters.
         self._client.key_value_set(f"{_PREFIX}{self._here}", str(number), allow_overwrite=True)
         signs = dict(self._client.key_value_dir_get(_PREFIX))
         now = time.monotonic()

@@ -47,6 +47,7 @@ class Watched:
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
+            # A process group of its own, so that a signal reaches the children of the script too.
             start_new_session=True,
         )
         assert self.process.stdout is not None
@@ -169,6 +170,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def free_port() -> int:
     """A free port of this machine."""
+    # Freed again before process 0 listens there: another program may take it meanwhile, which the
+    # roll call then reports.
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

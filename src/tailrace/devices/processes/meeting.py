@@ -63,6 +63,7 @@ def meet(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     # not, the timeout says so.
     client.key_value_set(f"tailrace/{number}/{here}", json.dumps(dict(value)))
     if number >= 2:  # all processes have read those: the round in between needed every one
+        # Otherwise the coordinator's memory would grow with the number of executions.
         client.key_value_delete(f"tailrace/{number - 2}/{here}")
     give_up = time.monotonic() + ROUNDS.timeout_s
     answers: list[dict[str, Any]] = []

@@ -141,6 +141,7 @@ class _Roll:
             self._drop(connection)
             return None
         received[0].extend(part)
+        # A report may arrive in parts; one without end is read up to the limit and then refused.
         if not received[0].endswith(b"\n") and len(received[0]) < _MOST_BYTES:
             return None
         report = _parsed(received[0])

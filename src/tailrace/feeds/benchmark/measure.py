@@ -71,12 +71,16 @@ def dataset_benchmark(
     timeout_s = check_number("timeout_s", timeout_s, positive=True)
     source = as_dataset(dataset)
     asked = epochs * elements_per_epoch
+    # Before anything is read: a benchmark of minutes would otherwise fail at its end. A one-shot
+    # iterator may have been read before, so its length says nothing.
     if source.length is not None and source.restartable and source.length < asked:
         raise _too_short(source, epochs, elements_per_epoch, source.length)
 
     place = devices.available()[0] if do_memcpy else _host()
     results: list[dict[str, float]] = []
+    # Not resident without copies: rows would be indices, and no element would be read at all.
     with InfeedQueue(dataset, resident=None if do_memcpy else False, timeout_s=timeout_s) as infeed:
+        # From before the first element: opening a dataset is part of its first epoch, as in training.
         began = time.perf_counter()
         spec = infeed.spec()
         lengths = _lengths(epochs, elements_per_epoch, spec)
@@ -139,6 +143,7 @@ def _deliver(infeed: InfeedQueue, count: int, following: int, place: Device) -> 
     """Take a block as an execution does, and release it as soon as it has arrived."""
     staged = infeed.take(count, place, then=following)
     jax.block_until_ready(staged.device)
+    # No execution holds the block: without a ticket to wait for, the thread may use its place at once.
     infeed.started(None)
 
 
@@ -147,6 +152,7 @@ def _lengths(epochs: int, elements: int, spec: ElementSpec) -> Iterator[list[tup
 
     Training gives an execution as many elements as fit, and the last one of an epoch what is left.
     """
+    # As long as a fit's blocks: shorter ones would measure the cost of a dispatch, not of the data.
     most = dispatch_table.most_bytes() // max(1, spec.nbytes)
     block = max(1, min(most, dispatch_table.LONGEST, elements))
     lengths = [min(block, elements - start) for start in range(0, elements, block)]

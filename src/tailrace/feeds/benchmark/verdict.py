@@ -94,6 +94,7 @@ def _median_rate(benchmark_json: str | Mapping[str, Any]) -> float:
     try:
         loaded = json.loads(benchmark_json) if isinstance(benchmark_json, str) else benchmark_json
         rate = statistics.median(epoch["elements_per_second"] for epoch in loaded["epochs"])
+        # NaN is refused too: it is not greater than 0.
         if not rate > 0:
             raise ValueError
         return rate
