@@ -61,7 +61,9 @@ def key() -> jax.Array:
         False
     """
     trace = current_trace("tr.key()")
+    # Noted for `evaluate`, which warns of a loss that draws keys outside of training.
     trace.draws_keys = True
+    # The number of the call in the trace, not of the run: a loop traces its body once.
     return ambient("key", next(trace.calls), trace.loops)
 
 

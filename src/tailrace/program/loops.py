@@ -75,6 +75,7 @@ def repeat_with(
         raise ProgramError(f"tr.repeat runs a body n times, n >= 0. Received: n={n!r}.")
     n = n.__index__()
     one_pass = _loop_body(trace, call, body, infeed, n, carries)
+    # The counter is scanned, not carried: a piece of the loop then only needs other rows of it.
     carry, _ = lax.scan(lambda c, i: (one_pass(i, c), None), carry, jnp.arange(n, dtype=jnp.int32))
     return carry
 

@@ -109,6 +109,7 @@ class Finder(Visitor[Any, Frame]):
         """Inspect the results of an operation, and named values."""
         tag = tag_in(eqn)
         looks = self.culprit is None and tag is None and ambient_in(eqn) is None
+        # Not around a loop or a call: its contents were inspected already, operation by operation.
         if looks and not programs_in(eqn):
             self._inspect(eqn, inputs, outputs, around)
         if tag is not None and tag.role == "value":
@@ -174,6 +175,7 @@ class Finder(Visitor[Any, Frame]):
         ys = [jnp.stack(each) for each in zip(*(kept[n] for n in range(scan.length)), strict=True)]
         if not ys:
             avals: list[Any] = [var.aval for var in scan.split_results(scan.eqn.outvars)[1]]
+            # A loop of no iterations still has stacked results, with no rows.
             ys = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return [*carry, *ys]
 
@@ -189,6 +191,7 @@ class Finder(Visitor[Any, Frame]):
     def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """Run the taken branch."""
         index, operands = cond.split(inputs)
+        # As `lax.switch` does with an index out of range.
         number = int(np.clip(int(index), 0, len(cond.branches) - 1))
         return self.run_inner(cond.branches[number], operands, around, here)
 

@@ -97,11 +97,13 @@ class Observed:
         self._device = device
         self._versions: dict[Hashable, tuple[Traced, Sight, list[Executable]]] = {}
         self.calls = 0
+        # Without its attributes: they would replace ours of the same name.
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Tree) -> tuple[Any, Records]:
         """Run the function; returns its output and the records of this call."""
         on = self._device
+        # Around tracing too: constants that the function makes must be on that device.
         with contextlib.nullcontext() if on is None else jax.default_device(on):
             return self._call(args)
 
@@ -147,6 +149,7 @@ class Observed:
                 check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)
             executables = [
                 Executable(SegmentProgram(Piece(segment, self._placement, wanted=sight.wanted)))
+                # No loop is separate: a call is one dispatch, as with `jax.jit`.
                 for segment in cut(traced.jaxpr, ())
             ]
             self._versions[key] = (traced, sight, executables)

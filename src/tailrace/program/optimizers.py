@@ -43,6 +43,7 @@ def cross_replica(optimizer: Any) -> Any:
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> Any:
         current_trace("tr.optimizers.cross_replica")
+        # Named as in a `tr.Trainer`: taps find the gradients under the same name.
         reduced = name_values("reduced", cross_replica_mean(grads), "params")
         return optimizer.update(reduced, state, params, **extra)
 
@@ -111,12 +112,14 @@ def gradient_accumulation(
         def apply(_: object) -> Any:
             gradient = name_values("accumulated", total, "params")
             updates, inner = optimizer.update(gradient, state.inner, params, **extra)
+            # Both branches must return one dtype, and accumulators may be wider than the parameters.
             inner = jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), state.inner, inner)
             return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads), zeros, inner
 
         def wait(_: object) -> Any:
             return jax.tree.map(jnp.zeros_like, grads), total, state.inner
 
+        # A branch, not a select: the optimizer then runs only when a step is complete.
         updates, accumulated, inner = lax.cond(count == microbatches - 1, apply, wait, None)
         # Between steps accumulators differ between replicas; at the end of a loop, whose length is a
         # multiple of the count, they are zero on all of them.

@@ -87,6 +87,7 @@ class PrintOptions:
         if values.ndim == 0:
             return head + self._writer(values)(values[()])
         shown = self._edges(values.shape, bool(self._is_summarised(values)))
+        # Only what is shown is formatted: of a billion values, a few dozen.
         kept = values[np.ix_(*([i for i in dim if i is not None] for dim in shown))]
         # The width of a value follows from the shown ones: one large number in a part that is left out
         # must not widen the others.
@@ -164,6 +165,7 @@ class PrintOptions:
         """A function that formats a value such that all shown values have the same width."""
         write = self._unaligned(shown)
         raw = self.float_format is FloatFormat.NONE or self.digits == 0
+        # Python's notation has as many digits as a value needs, so there is no common width.
         if raw and _is_float(shown.dtype):
             return write
         width = max((len(write(value)) for value in shown.ravel()), default=0)

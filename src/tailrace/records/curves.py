@@ -14,12 +14,15 @@ def small_curve(values: np.ndarray, width: int = 240, height: int = 48) -> str:
     >>> small_curve(np.array([2.0, 1.0, 3.0])).count("polyline")
     1
     """
+    # A mean, not a sample: one bad step among thousands still leaves a mark, because its mean is
+    # not finite.
     points = [part for part in np.array_split(values, min(MOST_POINTS, len(values))) if len(part)]
     ys = np.array([part.mean() for part in points], np.float64)
     good = np.isfinite(ys)
     low, high = (ys[good].min(), ys[good].max()) if good.any() else (0.0, 0.0)
     xs = np.linspace(2, width - 2, len(ys)) if len(ys) > 1 else np.array([width / 2])
     with np.errstate(invalid="ignore"):
+        # A constant has no range: it is drawn in the middle.
         tall = (ys - low) / (high - low) if high > low else np.where(good, 0.5, np.nan)
     lines, line = [], []
     for x, y in zip(xs, tall, strict=False):

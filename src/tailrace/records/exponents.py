@@ -20,6 +20,7 @@ def count_exponents(values: Tree) -> np.ndarray:
     """
     bits = np.ascontiguousarray(np.ravel(values).astype(np.float32)).view(np.int32)
     exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # As `histogram` does on the device: NaN has the exponent of Inf, and zero that of subnormal values.
     index = np.where((exponent == INF_BIN) & (mantissa != 0), NAN_BIN, exponent)
     index = np.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
     return np.bincount(index, minlength=NUM_BINS)
@@ -39,6 +40,7 @@ def format_sentences(counts: np.ndarray) -> list[str]:
             100 * float(shares[field])
             for field in ("underflow", "subnormal", "overflow", "overflow_most")
         )
+        # Compared as it is printed: a bound that rounds to the same number would only confuse.
         upper = f" ({most:.2f} % at most)" if f"{most:.2f}" != f"{beyond:.2f}" else ""
         lines.append(
             f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % "

@@ -67,6 +67,8 @@ class MaybeOutfeedQueue:
         level = internals.trace_level()
         if trace is not self._trace:
             self._forget()
+        # Checked here, where the two places are known: a tracer of another function would fail
+        # later, in `enqueue`, with a message of JAX about leaked tracers.
         if self._collected and level != self._level:
             raise self._elsewhere(f"maybe_outfeed({key!r}, ...)")
         self._trace, self._level = trace, level
@@ -82,6 +84,7 @@ class MaybeOutfeedQueue:
             raise self._elsewhere("maybe_enqueue()")
         values = self._collected.copy()
         self._forget()
+        # Forgotten before: if `enqueue` refuses the values, the next trace must not send them again.
         sent = self.queue.enqueue(values)
         self._enqueued = True
         return dict(sent)

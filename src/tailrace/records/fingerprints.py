@@ -65,6 +65,7 @@ def elements_fingerprint(digests: np.ndarray, first_step: int) -> int:
 
 def chained(before: int, groups: Mapping[str, int]) -> int:
     """The chain after an execution: it depends on the one before and on every group."""
+    # All groups in a fixed order, absent ones as zero: a chain with and one without a group differ.
     values = [before, *(groups.get(group, 0) for group in GROUPS)]
     array = np.array([value % 2**64 for value in values], np.uint64)
     return mixed_with(array, np.arange(array.size), CHAIN)

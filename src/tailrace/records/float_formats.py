@@ -124,6 +124,8 @@ def _shares(form: NumberFormat, shares: np.ndarray, scale: int) -> np.ndarray:
     finite = shares[..., SUBNORMAL:INF_BIN]
     # Half of the smallest value: from there on a value is rounded up to it.
     survives = form.least_exponent - form.mantissa_bits - 1
+    # The exponent of the largest value. A histogram does not say where in its bin a value is, so
+    # values with this exponent may or may not overflow.
     top = int(np.frexp(form.largest)[1]) - 1
 
     def share(bins: np.ndarray) -> np.ndarray:

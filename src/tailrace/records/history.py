@@ -121,6 +121,7 @@ class History:
         if weights is not None:
             self._weights = self._weights or Column()
             self._weights.append(weights)
+        # Only a history read from a run directory has gaps; there all steps come at once.
         self._steps = steps if steps is not None else self._steps
 
     def each(self, name: str) -> np.ndarray:
@@ -132,6 +133,7 @@ class History:
         if name not in self._columns:
             if name in self._validations:
                 raise SelectionError(f"{name!r} has one value a validation: history[{name!r}].")
+            # A fit of no steps has a history too: every history has a loss, if only an empty one.
             if name == "loss":
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
             raise SelectionError(
@@ -211,6 +213,8 @@ class History:
             if kind == "fingerprints":
                 marks[rest] = array
             elif kind == "each":
+                # A flat reshape is right, because elements of a step are numbered microbatch by
+                # microbatch.
                 shaped = array.reshape(len(array), microbatches, replicas)
                 history._columns.setdefault(rest, Column()).append(shaped)
             elif name == "weights":
@@ -251,5 +255,6 @@ def split_emission(value: object, microbatches: int, replicas: int) -> np.ndarra
     """An emitted scalar as [steps, microbatches, replicas]."""
     array = np.asarray(value)
     if replicas > 1:
+        # The device emits replicas first; a step numbers its elements by microbatch, then by replica.
         array = np.moveaxis(array, 0, -1)
     return array.reshape(-1, microbatches, replicas)

@@ -100,6 +100,7 @@ def print_tensor(
 
 def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
     """`x`, printed by a JAX callback whenever it is computed, and its gradient likewise."""
+    # Outside of our programs nothing resolves a mark: JAX's own callback prints.
     jax.debug.callback(lambda value: show(value, title), x)
     if not print_gradient or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
@@ -112,5 +113,6 @@ def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradien
         jax.debug.callback(lambda value: show(value, f"{title}_gradient"), gradient)
         return (gradient,)
 
+    # An identity with a backward rule: the only place where JAX hands over the gradient of a value.
     same.defvjp(lambda value: (value, None), backward)
     return same(x)

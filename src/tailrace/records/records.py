@@ -45,6 +45,7 @@ class Records(Mapping[Any, Record]):
     ) -> None:
         self._stored = stored
         self._parts: dict[tuple[str, str], list[Record | Source]] = {}
+        # Bounded, because the stream need not be read; the records themselves are kept in `_parts`.
         self._live: deque[Part] = deque(maxlen=MOST_LIVE)
         self.runs = Runs()
 
@@ -162,6 +163,7 @@ class Records(Mapping[Any, Record]):
             fields["ran"] = np.concatenate(ran) if ran else None
             parts = [Record(*pair, values, **fields)]
         if self._stored is None:
+            # Kept joined: the next read does not convert and concatenate them again.
             self._parts[pair] = list(parts)
         return parts[0]
 
@@ -179,6 +181,7 @@ def take_records(
     arrays: dict[Hashable, tuple[Any, Any, int]] = {}
     for key, emission in emitted.items():
         if isinstance(key, StatsKey):
+            # Once for the whole pack: each copy from a device has a fixed cost.
             packed = np.asarray(emission.value)
             for name, size, rows in key.parts():
                 arrays[name] = (packed[..., rows, :], emission.valid, size)

@@ -60,6 +60,7 @@ def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndar
     first, scores = len(line) - len(row), np.zeros(len(row))
     whole = min(len(row), max(0, window - first))  # from here on windows are full
     if not np.isfinite(line).all():
+        # A window with a NaN is compared without it, so windows differ in length: one by one.
         whole = len(row)
     for n in range(whole):
         others = line[max(0, first + n - window) : first + n]
@@ -77,5 +78,6 @@ def _deviations(values: np.ndarray, others: np.ndarray, least: float = 0.0) -> n
     middle = np.median(others, axis=-1)
     spread = TO_DEVIATIONS * np.median(np.abs(others - middle[..., None]), axis=-1)
     least = max(least, float(np.finfo(np.float32).tiny))
+    # Never zero: a loss that was constant for a hundred steps would make any change infinitely far.
     spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), least)
     return (values - middle) / spread

@@ -48,6 +48,7 @@ class Finished:
         """The approximate memory it holds."""
         import jax
 
+        # By the arrays alone: a queue of finished executions is bounded by memory, not by their number.
         arrays = [*self.scalars.values(), *jax.tree.leaves([part.value for part in self.parts])]
         return sum(array.nbytes for array in arrays)
 

@@ -98,6 +98,7 @@ class HeldActivations:
             for part in cut.parts
             for eqn in part.equations
         )
+        # Before anything runs: the shapes are known, and a host without memory gives no message.
         self.check(sent + loops)
         if once and not sent + loops:
             message = (
@@ -198,6 +199,8 @@ class _Passes:
         loss = jaxpr.outvars[0]
         if isinstance(loss, Var) and loss in self.cut.active:
             self.gradients[loss] = jnp.ones_like(self.known[loss])
+        # All forwards have been emitted by now; in this order each part's activations die before
+        # those of the part before it are made.
         for backward in reversed(backwards):
             backward()
         grads = [
@@ -260,6 +263,7 @@ class _Passes:
             known = dict(zip(part.reads, given, strict=True))
             return self._pullback(part, made, known, wanted)[1](list(gradients))
 
+        # `replayed` tells taps and prints that this is a repetition.
         gradients = [self.gradients[var] for var in made]
         self._add(wanted, internals.replayed(again, list(given.values()), gradients))
 
@@ -304,6 +308,7 @@ class _Passes:
     def _add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         for var, gradient in zip(variables, gradients, strict=True):
             before = self.gradients.get(var)
+            # A value that several parts use has a gradient from each; the later part comes first.
             self.gradients[var] = gradient if before is None else before + gradient
         # A barrier over all of them: XLA would postpone those of parameters and keep their operands.
         self.latest = [self.gradients[var] for var in variables]

@@ -47,7 +47,11 @@ class FirstState:
     def leaves(self) -> Iterator[Any]:
         """The leaves, each computed on demand."""
         for var in self._results:
+            # From the start for each leaf: what two leaves share is computed twice, and nothing is
+            # kept.
             known = dict(self._given)
+            # Eagerly, one operation at a time: compiled as a whole, XLA might round differently
+            # from `init`.
             run(self._needed(var), known)
             yield jnp.asarray(internals.value_of(known, var))
 

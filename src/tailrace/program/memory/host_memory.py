@@ -126,6 +126,7 @@ def free_host_memory() -> int | None:
     """The free bytes of host memory, if the system reports them."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
+            # Available, not free: the cache of files is given up when memory is needed.
             for line in file:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
@@ -168,6 +169,8 @@ def in_parts(needs: Sequence[int], sizes: Sequence[int], parts: int = PARTS) -> 
             apart = []
             for others, results in joined:
                 if others & bits:
+                    # Groups that share a leaf become one: a leaf is fetched and sent back in one
+                    # part only.
                     bits |= others
                     members = results + members
                 else:
@@ -182,5 +185,6 @@ def in_parts(needs: Sequence[int], sizes: Sequence[int], parts: int = PARTS) -> 
             found.append([])
             held = 0
         found[-1] += results
+        # In the order of results, up to an equal share of the bytes.
         held += sum(size for place, size in enumerate(sizes) if bits >> place & 1)
     return found

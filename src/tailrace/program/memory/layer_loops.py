@@ -27,6 +27,7 @@ _CARRIED = "tailrace_carried"
 def carried(eqn: JaxprEqn, least: int) -> list[int]:
     """The indices of a loop's carried values of at least `least` bytes; empty if it is no loop."""
     scan = scan_of(eqn)
+    # A loop of one iteration keeps one carry, which is its input: nothing would be saved.
     if scan is None or scan.length < 2:
         return []
     return [
@@ -57,6 +58,7 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
     def body(values: list[Any]) -> list[Any]:
         consts, carry, xs = scan.split(values)
         named = [
+            # The policy of a checkpoint knows values by name only.
             checkpoint_name(value, _CARRIED) if place in chosen else value
             for place, value in enumerate(carry)
         ]
@@ -65,6 +67,7 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
         return results_of(known, program.jaxpr.outvars)
 
     def recomputed(one_pass: Callable[..., Any]) -> Any:
+        # Forward and backward are separate loops: XLA cannot merge what one recomputes with the other.
         return jax.checkpoint(one_pass, policy=_policy(moves), prevent_cse=False)
 
     return scan.again(body, inputs, recomputed)
@@ -77,6 +80,7 @@ def _carried_vars(scan: Scan) -> list[Any]:
 
 def _policy(moves: Moves) -> Any:
     policies = jax.checkpoint_policies
+    # On a CPU there is no second memory; the same values are kept, so that tests see the same program.
     if moves is NO_MOVES:
         return policies.save_only_these_names(_CARRIED)
     return policies.save_and_offload_only_these_names(

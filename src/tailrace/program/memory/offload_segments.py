@@ -72,6 +72,7 @@ def _apart(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     before, rest = [], []
     for eqn in jaxpr.eqns:
         used = variables(eqn.invars)
+        # An equation without operands (zeros, a key) stays where it is used.
         if used and all(v in of_parameters for v in used):
             of_parameters.update(eqn.outvars)
             before.append(eqn)

@@ -95,6 +95,7 @@ class StateKeeping:
 
     def hold_some(self, leaves: Mapping[int, Any], first: int, placement: Placement) -> Any:
         """Replacements of leaves by index, those of the state (from `first` on) as they are held."""
+        # The indices are those of the whole training state; only some of them belong to the optimizer.
         count = len(self.shared)
         return {
             number: self._hold(number - first, value, placement)
@@ -108,6 +109,7 @@ class StateKeeping:
 
         def one(form: jax.ShapeDtypeStruct, shared: bool, hosted: bool, value: jax.Array) -> Any:
             if hosted and self.moves_memory and not self.shares.by_sum:
+                # No operation runs on an array in host memory, not even a slice.
                 value = jax.device_put(value, value.sharding.with_memory_kind("device"))
             return self.shares.join(placement.readable(value), form) if shared else value
 

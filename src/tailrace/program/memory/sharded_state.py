@@ -64,6 +64,7 @@ class Shares:
         alone = lax.dynamic_update_slice(
             jnp.zeros(share.size * self.replicas, share.dtype), share, (first,)
         )
+        # Each position is one shard's value plus zeros, so nothing is rounded.
         return self.join(cross_replica_p.bind(alone, mean=False), form)
 
     # -- anywhere -------------------------------------------------------------------------------
@@ -85,4 +86,5 @@ class Shares:
     def _flat(self, array: jax.Array) -> Any:
         flat = array.reshape(-1)
         padding = self.count(flat.size) * self.replicas - flat.size
+        # Padding is updated like the rest and cut off by `join`: equal shards need no cases.
         return jnp.pad(flat, (0, padding)) if padding else flat

@@ -93,6 +93,8 @@ class UpdateGraph:
 
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
+            # Only calls are inlined. A loop or a branch inside an optimizer stays one operation,
+            # computed whole.
             if isinstance(call := control(eqn), Call):
                 inner = call.program
                 results = self._open(inner.jaxpr, inner.consts, operands, (*around, eqn))

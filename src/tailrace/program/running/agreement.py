@@ -46,6 +46,8 @@ class Agreement:
         ]
         text = hashlib.sha256()
         for place in walk(segment.equations):
+            # Operations and shapes, not the text of the program: that has addresses of objects,
+            # which differ.
             made = [str(var.aval) for var in place.equation.outvars]
             text.update(f"{name_of(place.equation)} {made}\n".encode())
         self.said = {
@@ -70,6 +72,8 @@ class Agreement:
             taken = take()
         except Exception as error:  # not an interrupt, which must not wait for the others
             kind = next((name for one, name in _ENDS.items() if isinstance(error, one)), "failed")
+            # The others are at the same meeting, with their elements: they learn why, and put them
+            # back.
             distributed.meet({kind: f"{type(error).__name__}: {error}"})
             raise
         try:

@@ -54,6 +54,7 @@ def compiling(purpose: str, cause: str) -> Generator[Callable[[bool], Compilatio
     # listeners far outside.
     listener, started = _listening.get(), time.perf_counter()
     if listener is not None:
+        # Before, with 0 seconds: a compilation of minutes must be announced, not reported afterwards.
         listener(Compilation(purpose, cause))
 
     def done(shared: bool) -> Compilation:

@@ -83,6 +83,7 @@ class ElementIntake:
                 if each and self._elements[queue]:
                     count = each if passes is None else each * passes
                     then = None if following is None else each * following
+                    # Rows for the capacity of the executable: its shapes do not change with the count.
                     room = self._elements[queue] if self._counted else None
                     queue.bind_replicas(self._placement.replicas)
                     taken[queue] = queue.take(

@@ -52,6 +52,7 @@ def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any
     if kept is None or platform not in ("gpu", "cuda"):
         return lowered.compile(options)
     file, write = kept
+    # XLA writes in place, and a process that is killed meanwhile would leave half a file.
     partial = file.with_name(f"new-{FILE}")
     more = choice_options(file, partial if write else None)
     try:

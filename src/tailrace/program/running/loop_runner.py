@@ -63,6 +63,8 @@ class LoopRunner:
         *,
         layout: Callable[[TracedLoop], LoopLayout] | None = None,
     ) -> None:
+        # A shard differs between replicas like a value of each: both are exempt from the check for
+        # drift.
         shared = flags_from(each, keeping.shared if keeping else (), kept_from)
         program = TracedLoop.trace(function, carried, read, placement.replicas, shared or each)
         self.layout: LoopLayout = (
@@ -231,6 +233,7 @@ class LoopRunner:
         state.values, state.foreseen = dict(origin.values), None
         if length:
             ((feed, block),) = origin.elements.items()
+            # An executable of fixed length has no room to spare: the block is cut to what it reads.
             if not self._counted(length):
                 block = block.cut(length * self._loop.elements[feed])
             self.dispatch(state, length, origin.numbers, 0, origin.period, block)

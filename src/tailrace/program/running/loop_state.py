@@ -45,6 +45,7 @@ class Numbers:
     @staticmethod
     def advanced(array: jax.Array, steps: Scalar) -> Any:
         """The same inside the program, on that argument."""
+        # Index 1 is the first step; seed, offset and count stay.
         return array.at[1].add(steps)
 
     @staticmethod

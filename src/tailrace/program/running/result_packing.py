@@ -159,5 +159,6 @@ def _stored(leaf: object) -> Any:
 
 
 def _is_small(leaf: jax.Array) -> bool:
+    # Random keys cannot be concatenated with anything.
     plain = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return plain and leaf.size * leaf.dtype.itemsize <= MOST_BYTES

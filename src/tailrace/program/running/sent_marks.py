@@ -46,6 +46,7 @@ class SentMarks:
                 self._send_now(queue, tag.payload.structure, inputs)
             else:
                 frame.emit(queue, list(inputs))
+        # A tangent is no value of its own: transposed, it becomes the gradient, which is printed then.
         elif tag.role == "print" and tag.direction != TANGENT:
             self._print(tag, inputs[0], frame)
         elif tag.role == "memory":
@@ -72,6 +73,7 @@ class SentMarks:
             )
 
         def arrive(*values: jax.Array) -> None:
+            # Each call is a block of one element: the queue expects a loop dim.
             queue.deliver(structure, [value[None] for value in values], None, 1, 1)
 
         io_callback(arrive, None, *inputs, ordered=True)

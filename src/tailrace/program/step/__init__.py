@@ -2,7 +2,14 @@
 
 In: a loss function, an optimizer, and options for accumulation, loss scale and precision.
 Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`, which it carries.
-Rule: pure functions of arrays; placement is decided elsewhere. There are two kinds of `Step`:
+
+    training_step     what every step does once: reduction over replicas, update, names
+    plain_step        microbatches of a model that is differentiated as a whole
+    accumulation      how the gradients of microbatches become one
+    update_rule       the update, by optax or by an optimizer of another library
+    loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
+
+Rules: pure functions of arrays; placement is decided elsewhere. There are two kinds of `Step`:
 `PlainStep`, and `PipelineStep` in `pipeline/lowering`, the same step in stages, which must compute the
-same numbers.
+same numbers. Only `finish` touches parameters and optimizer state.
 """

@@ -121,14 +121,18 @@ class Accumulation:
         def one(acc: jax.Array, grad: jax.Array) -> Any:
             grad = grad.astype(acc.dtype)
             if share is not None:
+                # The step towards the new value that makes it the weighted mean so far: the
+                # accumulator never exceeds the largest gradient.
                 return acc + (grad - acc) * share.astype(acc.dtype)
             if self.reduction is Reduction.SUM:
                 return acc + apart(grad, number)
             if self.reduction is Reduction.MEAN:
+                # Scaled before it is added: a sum of all microbatches could overflow in 16 bits.
                 return acc + grad * jnp.asarray(1 / self.microbatches, acc.dtype)
             n = number.astype(acc.dtype)
             return acc * (n / (n + 1)) + grad * (1 / (n + 1))
 
+        # Profiles find the cost of accumulation by this scope.
         with jax.named_scope(ACCUMULATION):
             return jax.tree.map(one, accumulated, grads)
 

@@ -115,6 +115,7 @@ class LossScale:
         streak = state.streak + 1
         due = streak == self.interval
         grown = state.scale * jnp.float32(self.growth)
+        # A scale that overflowed would make every gradient bad and never come back.
         grown = jnp.where(due & jnp.isfinite(grown), grown, state.scale)
         # A scale of zero would make every later gradient 0 / 0: it stops shrinking before that.
         shrunk = jnp.maximum(state.scale * jnp.float32(self.backoff), jnp.float32(_SMALLEST))
@@ -128,6 +129,7 @@ def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]
 
     def run(*args: Tree) -> tuple[Any, ...]:
         loss, *rest = forward(*args)
+        # In float32: a float16 loss of 2 times a scale of 65,536 would be infinite already.
         return loss.astype(jnp.float32) * state.scale, *rest
 
     return run

@@ -65,6 +65,7 @@ def same_dtypes(after: Tree, before: Tree) -> Any:
 
 
 def _is_float(value: Any) -> bool:
+    # 8-bit floats are data that was quantized on purpose.
     return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
 
 

@@ -153,6 +153,8 @@ class Step(ABC):
     ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
         if self.precision is not None:
+            # Inside the differentiated function, so that the gradient of the cast widens gradients
+            # again.
             params, batch, inputs = self.precision.narrow((params, batch, inputs))
         out = self._called(params, model_state, batch, inputs)
         name = getattr(self.loss_fn, "__name__", "the loss function")
@@ -169,6 +171,7 @@ class Step(ABC):
             after = None
         if self.precision is not None:
             loss, aux = self.precision.widen((loss, aux))
+            # The loop carries the state: it must leave with the dtype it came with.
             after = same_dtypes(after, model_state)
         if loss is None:
             raise ProgramError(

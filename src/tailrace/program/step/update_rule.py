@@ -37,6 +37,7 @@ def _applied(optimizer: Any, grads: Tree, state: Tree, params: Tree) -> tuple[An
         with jax.named_scope(OPTIMIZER):
             applied: Any = apply(grads, state, params)
             after, new_state = applied
+            # Such optimizers return parameters only. Unless a tap reads the difference, XLA drops it.
             updates = jax.tree.map(jnp.subtract, after, params)
     else:
         import optax  # late: importing it takes a fifth of the time of importing JAX
