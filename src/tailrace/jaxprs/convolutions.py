@@ -114,7 +114,7 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
         return form(lhs, rhs)
 
     # One equation for one: a jit call keeps the length of the program, and so every position in it.
-    (call,) = jax.make_jaxpr(jax.jit(convolution))(*_forms(*eqn.invars)).jaxpr.eqns
+    (call,) = jax.make_jaxpr(jax.jit(convolution))(*map(internals.form_of, eqn.invars)).jaxpr.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
@@ -145,7 +145,7 @@ class Kind:
     def of(cls, eqn: JaxprEqn) -> Kind:
         """The kind of a convolution's equation."""
         left, kernel, out = eqn.params["dimension_numbers"]
-        a, b, made = _forms(*eqn.invars, *eqn.outvars)
+        a, b, made = map(internals.form_of, [*eqn.invars, *eqn.outvars])
         return cls(
             eqn.params,
             made.dtype,
@@ -196,10 +196,6 @@ class Kind:
         orders = (_last(left), (*kernel[2:], kernel[1], kernel[0]), _last(out))
         same = all(order == tuple(range(len(self.lhs))) for order in orders)
         return same and self.params["batch_group_count"] == 1
-
-
-def _forms(*variables: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
 
 
 def _last(spec: Sequence[int]) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ __all__ = [
     "is_remat",
     "is_replay",
     "equation_context",
+    "form_of",
     "function_name",
     "inner_jaxprs",
     "is_library",
@@ -238,6 +239,17 @@ def variables(operands: Iterable[Atom]) -> list[Var]:
 def nbytes(form: Any) -> int:
     """The bytes of an array of this shape and dtype; a random key, whose size is hidden, counts 8."""
     return math.prod(form.shape) * getattr(form.dtype, "itemsize", 8)
+
+
+def form_of(var: Atom, *, weak: bool = False) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable, to trace with.
+
+    With `weak`, weakly typed if the variable is. Without: a value that was kept in a stash or a buffer
+    has lost that.
+    """
+    aval: Any = var.aval
+    weak = weak and getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:

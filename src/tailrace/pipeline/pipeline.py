@@ -224,19 +224,13 @@ class Pipeline:
         ):
             if number == 0:
                 return call_with_element(stage, (*own, *inputs), batch)
-            try:
-                # Bound before the call: a TypeError from inside the stage would look like wrong
-                # arguments.
-                inspect.signature(stage).bind(*own, *values)
-            except ValueError:
-                pass  # no signature: the call itself shows whether they fit
-            except TypeError as error:
+            if (problem := _misfit(stage, [*own, *values])) is not None:
                 raise PipelineError(
                     f"A stage takes what the stage before it returns. Stage {number} "
                     f"({_name(stage)}) cannot be called with {len(own)} argument(s) of its own and "
-                    f"the {len(values)} value(s) from stage {number - 1}, {_forms(values)}: {error}. "
+                    f"the {len(values)} value(s) from stage {number - 1}, {_forms(values)}: {problem}. "
                     f"Change its parameters, or what stage {number - 1} returns."
-                ) from None
+                )
             try:
                 return stage(*own, *values)
             except (TypeError, ValueError) as error:
@@ -305,16 +299,24 @@ def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stag
 
 
 def _check_takes(loss_fn: Callable[..., Any], values: Sequence[Any], last: int) -> None:
-    try:
-        inspect.signature(loss_fn).bind(*values)
-    except ValueError:
-        pass  # no signature: the call itself shows whether they fit
-    except TypeError as error:
+    if (problem := _misfit(loss_fn, values)) is not None:
         raise PipelineError(
             f"The loss function takes what the last stage returns. {_name(loss_fn)} cannot be called "
-            f"with the {len(values)} value(s) from stage {last}, {_forms(tuple(values))}: {error}. "
+            f"with the {len(values)} value(s) from stage {last}, {_forms(tuple(values))}: {problem}. "
             f"Change its parameters, or what stage {last} returns."
-        ) from None
+        )
+
+
+def _misfit(function: Callable[..., Any], args: Sequence[Any]) -> TypeError | None:
+    """Why a function does not take these arguments; None if it does, or has no signature."""
+    # Bound before the call: a TypeError from inside the function would look like wrong arguments.
+    try:
+        inspect.signature(function).bind(*args)
+    except ValueError:  # no signature: the call itself shows whether they fit
+        return None
+    except TypeError as error:
+        return error
+    return None
 
 
 def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:

@@ -20,7 +20,15 @@ import jax
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import stretches
 from tailrace.jaxprs.control import jit_of, programs_in
-from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, bind_again, variables
+from tailrace.jaxprs.internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    bind_again,
+    form_of,
+    variables,
+)
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
 from tailrace.jaxprs.stretches import Emit, live_ins, run
@@ -186,7 +194,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             )
         return True
 
-    return stretches.opened(closed, [_form(var) for var in closed.jaxpr.invars], opens)
+    return stretches.opened(closed, [form_of(var, weak=True) for var in closed.jaxpr.invars], opens)
 
 
 def _holds_boundary(eqn: JaxprEqn) -> bool:
@@ -273,8 +281,3 @@ def _homes(
         for var in variables(eqn.invars):
             users.setdefault(var, set()).update(homes[index])
     return homes
-
-
-def _form(var: Any) -> jax.ShapeDtypeStruct:
-    aval = var.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -20,12 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import ClosedJaxpr, Var
+from tailrace.jaxprs.internals import ClosedJaxpr, Var, form_of
 from tailrace.jaxprs.operations import checkpoint_of
 from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
 from tailrace.pipeline.lowering.loop_residuals import emit_lean, has_loop
-from tailrace.pipeline.lowering.residuals import form_of, reading, select
+from tailrace.pipeline.lowering.residuals import reading, select
 from tailrace.pipeline.lowering.stage import Residual, Stage, Stages
 
 _CHECKPOINT = "tailrace_checkpoint"

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, variables
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, form_of, nbytes, variables
 from tailrace.jaxprs.operations import is_arithmetic, is_rearrangement
 from tailrace.jaxprs.own_equations import ambient_in, is_mark
 from tailrace.jaxprs.stretches import bound, makers, results_of, run
@@ -170,8 +170,3 @@ def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
         if quiet and all(var in known for var in variables(eqn.invars)):
             known.update(eqn.outvars)
     return known
-
-
-def form_of(var: Any) -> jax.ShapeDtypeStruct:
-    """The form of a variable, for tracing; not weakly typed, since stashed values are not."""
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

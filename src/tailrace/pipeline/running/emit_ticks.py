@@ -15,7 +15,7 @@ from jax import lax
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.internals import form_of, value_of
 from tailrace.jaxprs.own_equations import has_role
 from tailrace.jaxprs.stretches import used_by
 from tailrace.jaxprs.walk import Position, elements_read
@@ -152,7 +152,7 @@ class Ticking:
             condense(frame)
             return frame.emitted
 
-        return lambda given: (run(given),), [_form(var, var in stored) for var in wanted]
+        return lambda given: (run(given),), [form_of(var, weak=var not in stored) for var in wanted]
 
     def _body(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
         """Run a job on the buffers, for a microbatch and a slot of the stash."""
@@ -239,13 +239,6 @@ def _blocks(elements: Tree, m: jax.Array) -> dict[Any, Block]:
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
         for queue, leaves in elements.items()
     }
-
-
-def _form(var: Any, stored: bool) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a value; not weakly typed, since a value from a buffer is not."""
-    aval = var.aval
-    weak = not stored and getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _is_collected(key: object) -> bool:
