@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
+
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.data.dataset import Dataset
@@ -101,7 +103,7 @@ class FromFunction(Dataset):
             ) from None
 
 
-def as_dataset(obj: Any) -> Dataset:
+def as_dataset(obj: object) -> Dataset:
     """Wrap `obj` as a `Dataset`, or raise an error that says why it cannot be one.
 
     Args:
@@ -145,7 +147,7 @@ def as_dataset(obj: Any) -> Dataset:
     _refuse(obj)
 
 
-def rows_read(dataset: Any, epoch: int, first: int, count: int) -> Any:
+def rows_read(dataset: object, epoch: int, first: int, count: int) -> np.ndarray | None:
     """The numbers of the rows in `count` elements of a dataset, [count, batch size].
 
     Args:
@@ -161,7 +163,7 @@ def rows_read(dataset: Any, epoch: int, first: int, count: int) -> Any:
     return None if source is None else source.rows(first, count, epoch)
 
 
-def _refuse(obj: Any) -> NoReturn:
+def _refuse(obj: object) -> NoReturn:
     shown = repr(obj)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     what = "None" if obj is None else f"a {type(obj).__name__}: {shown}"
@@ -169,7 +171,7 @@ def _refuse(obj: Any) -> NoReturn:
     raise DataError(f"This is not a dataset. Received: {what}. {instead}")
 
 
-def _refuse_arrays(obj: Any) -> None:
+def _refuse_arrays(obj: object) -> None:
     """Refuse plain arrays, which the caller may expect to be cut into batches."""
     if _is_array(obj):
         what = "an array"
@@ -186,7 +188,7 @@ def _refuse_arrays(obj: Any) -> None:
     )
 
 
-def _is_array(obj: Any) -> bool:
+def _is_array(obj: object) -> bool:
     return hasattr(obj, "__array__") or (hasattr(obj, "shape") and hasattr(obj, "dtype"))
 
 

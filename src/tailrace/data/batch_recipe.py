@@ -6,7 +6,6 @@ Which examples are in batch number p is decided here, as a function of the field
 
 from abc import ABC
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -119,7 +118,7 @@ class BatchRecipe(ABC):
         return not self.shuffle and not self.left_out
 
 
-def _as_array(path: str, leaf: Any) -> np.ndarray:
+def _as_array(path: str, leaf: object) -> np.ndarray:
     array = to_numpy(path, leaf)
     if array.ndim == 0:
         raise DataError(

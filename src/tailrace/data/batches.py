@@ -8,9 +8,9 @@ reading stopped and resumed.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batch_recipe import BatchRecipe
@@ -36,7 +36,7 @@ class Batches(BatchRecipe):
         """The same batches with a smaller last one, unless `drop_remainder=True`."""
         return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
 
-    def without(self, rows: Any) -> "Batches":
+    def without(self, rows: npt.ArrayLike) -> "Batches":
         """The same batches without some rows: later rows move up.
 
         Args:

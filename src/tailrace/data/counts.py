@@ -1,13 +1,13 @@
 """Checks of numbers with a lower limit, and of flags."""
 
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 
 from tailrace.errors import DataError, OptionError, TailraceError
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int | np.integer]:
     """Whether `value` is a whole number, Python's or numpy's, and no truth value.
 
     >>> is_whole(np.int64(3)), is_whole(True), is_whole(3.0)
@@ -18,7 +18,7 @@ def is_whole(value: Any) -> bool:
 
 def check_count(
     name: str,
-    value: Any,
+    value: object,
     *,
     at_least: int | None = None,
     error: type[TailraceError] = DataError,
@@ -42,7 +42,7 @@ def check_count(
     raise error(f"{name} must be a whole number{limit}{more}. Received: {name}={value!r}.")
 
 
-def check_seed(seed: Any) -> int:
+def check_seed(seed: object) -> int:
     """The seed of random keys: a whole number, Python's or numpy's.
 
     >>> check_seed(np.uint32(7))
@@ -51,7 +51,7 @@ def check_seed(seed: Any) -> int:
     return check_count("seed", seed, error=OptionError)
 
 
-def check_flag(name: str, value: Any, *, error: type[TailraceError] = DataError) -> bool:
+def check_flag(name: str, value: object, *, error: type[TailraceError] = DataError) -> bool:
     """True or False, Python's or numpy's, or as 1 and 0; or an error that names it.
 
     >>> check_flag("shuffle", np.bool_(False))
@@ -65,7 +65,7 @@ def check_flag(name: str, value: Any, *, error: type[TailraceError] = DataError)
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     *,
     at_least: float | None = 0.0,
     positive: bool = False,

@@ -75,7 +75,7 @@ def _round(size: int) -> str:
     return f"{(size >> 30) + 1}GiB"
 
 
-def json_checksum(value: Any) -> int:
+def json_checksum(value: object) -> int:
     """A checksum of a value of JSON, whatever the order of its keys.
 
     >>> json_checksum({"a": 1, "b": 2}) == json_checksum({"b": 2, "a": 1})

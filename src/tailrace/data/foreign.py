@@ -80,7 +80,7 @@ def _lists_to_tuples(tree: Tree) -> Tree:
     return tree
 
 
-def _refuse_what_tensorflow_cannot_hand_over(tf: ModuleType, element_spec: Any) -> None:
+def _refuse_what_tensorflow_cannot_hand_over(tf: ModuleType, element_spec: Tree) -> None:
     for path, spec in leaves_with_paths(element_spec):
         kind = type(spec).__name__
         if not isinstance(spec, tf.TensorSpec):
@@ -98,16 +98,16 @@ def _refuse_what_tensorflow_cannot_hand_over(tf: ModuleType, element_spec: Any) 
             )
 
 
-def _tensorflow(tf: ModuleType, obj: Any) -> Dataset | None:
+def _tensorflow(tf: ModuleType, obj: object) -> Dataset | None:
     return TensorFlowDataset(tf, obj) if isinstance(obj, tf.data.Dataset) else None
 
 
-def _grain(grain: ModuleType, obj: Any) -> Dataset | None:
+def _grain(grain: ModuleType, obj: object) -> Dataset | None:
     kinds = (grain.MapDataset, grain.IterDataset, grain.DataLoader)
     return GrainDataset(grain, obj) if isinstance(obj, kinds) else None
 
 
-def _torch(torch: ModuleType, obj: Any) -> Dataset | None:
+def _torch(torch: ModuleType, obj: object) -> Dataset | None:
     data = torch.utils.data
     if isinstance(obj, data.DataLoader):
         return TorchDataLoader(obj)

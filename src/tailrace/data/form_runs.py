@@ -19,7 +19,7 @@ from tailrace.data.dataset import Dataset
 from tailrace.data.trees import Tree, leaves_with_paths, map_leaves
 
 
-def form_runs(dataset: Any) -> Iterator[Any]:
+def form_runs(dataset: object) -> Iterator[Any]:
     """Split `dataset` into consecutive datasets whose elements have equal shapes.
 
     Each must be read to its end before the next is requested.

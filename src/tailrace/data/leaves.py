@@ -13,7 +13,7 @@ from tailrace.errors import DataError
 _PLAIN = frozenset("biufc")
 
 
-def to_numpy(path: str, leaf: Any) -> np.ndarray:
+def to_numpy(path: str, leaf: object) -> np.ndarray:
     """The leaf as a numpy array of numbers, or a DataError that names it by its path.
 
     >>> to_numpy("['x']", 3).dtype
@@ -51,7 +51,7 @@ def to_numpy_tree(tree: Tree) -> Tree:
         return map_with_paths(to_numpy, tree)
 
 
-def _to_numpy_without_path(leaf: Any) -> np.ndarray:
+def _to_numpy_without_path(leaf: object) -> np.ndarray:
     return to_numpy("", leaf)
 
 

@@ -2,12 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from tailrace.errors import OptionError, TailraceError
 
 
-def is_path(value: Any) -> bool:
+def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a value can be the path of a file: a text, or an object that has one (`pathlib.Path`).
 
     >>> is_path("runs/first"), is_path(Path("runs")), is_path(b"runs"), is_path(""), is_path(3)
@@ -21,7 +21,7 @@ def is_path(value: Any) -> bool:
 
 
 def check_path(
-    name: str, value: Any, *, what: str = "directory", error: type[TailraceError] = OptionError
+    name: str, value: object, *, what: str = "directory", error: type[TailraceError] = OptionError
 ) -> Path:
     """An absolute path, independent of later changes of the working directory; or an error.
 

@@ -62,7 +62,7 @@ def resumable(function: Callable[[Any], Element], iterable: Any) -> Iterator[Ele
     return map(function, source)
 
 
-def can_go_back(source: Any) -> bool:
+def can_go_back(source: object) -> bool:
     """Whether an iterator has a state that can be kept and set."""
     return all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
 

@@ -6,7 +6,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STOP_S = 10.0
 """How long `stop` waits for the current call, in seconds."""
@@ -29,10 +32,10 @@ class Worker:
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call `function(*args, **kwargs)` in the thread, after everything submitted before."""
         # A `Future`, so that a caller can wait with a limit, and so that an exception reaches it.
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._calls.put((future, function, args, kwargs))
         return future
 

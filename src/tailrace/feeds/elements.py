@@ -70,7 +70,7 @@ class ElementSpec:
         """Bytes of one element on the device."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
-    def tree(self) -> Any:
+    def tree(self) -> Tree:
         """The spec as a tree of `jax.ShapeDtypeStruct`."""
         return jax.tree.unflatten(self.structure, self.leaves)
 

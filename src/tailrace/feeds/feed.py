@@ -107,7 +107,7 @@ class Feed(abc.ABC):
         """Return the elements a program did not read; `used` counts those it read on all replicas."""
 
     @abc.abstractmethod
-    def elements_of(self, block: Any) -> Any:
+    def elements_of(self, block: list[Any]) -> Block:
         """The elements of a staged block, on the host; its rows may be indices."""
 
     @abc.abstractmethod
@@ -150,7 +150,7 @@ class HandedFeed(Feed):
     def rest(self) -> None:
         """Do nothing: there is no thread."""
 
-    def elements_of(self, block: Any) -> Any:
+    def elements_of(self, block: list[Any]) -> Block:
         """The elements of a block on the host; its rows may be indices into a dataset."""
         return [leaf.elements() if hasattr(leaf, "elements") else leaf for leaf in block]
 

@@ -67,7 +67,7 @@ class InfeedQueue(Feed):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         prefetch: int = 1,
         *,
         resident: bool | None = None,

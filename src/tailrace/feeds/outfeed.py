@@ -117,7 +117,7 @@ class OutfeedQueue:
 
     # -- in a program ---------------------------------------------------------------------------
 
-    def enqueue(self, values: Tree) -> Any:
+    def enqueue(self, values: Tree) -> Tree:
         """Send `values` (a tree) out of the program each time this call runs; returns them.
 
         Raises:
@@ -139,7 +139,7 @@ class OutfeedQueue:
 
     # -- on the host ----------------------------------------------------------------------------
 
-    def dequeue(self) -> Any:
+    def dequeue(self) -> Tree:
         """Remove all queued elements and return them as one tree of arrays.
 
         Raises:
@@ -278,7 +278,7 @@ class OutfeedQueue:
         with self._changed:
             return self._blocks.popleft() if self._blocks else None
 
-    def _last(self, blocks: list[SentBlock]) -> Any:
+    def _last(self, blocks: list[SentBlock]) -> Tree:
         for block in reversed(blocks):
             leaves = block.to_host()
             if len(leaves[0]):

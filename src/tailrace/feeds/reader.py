@@ -53,7 +53,7 @@ class Reader:
     """
 
     def __init__(
-        self, dataset: Any, epoch: int | None = None, blocks: Blocks | None = None
+        self, dataset: object, epoch: int | None = None, blocks: Blocks | None = None
     ) -> None:
         source = as_dataset(dataset)
         self.name, self._when_empty = source.name, source.when_empty
@@ -291,14 +291,14 @@ class Reader:
                 f"{error}. Its own traceback is shown above."
             ) from error
 
-    def _first_form(self, first: Any) -> ElementSpec:
+    def _first_form(self, first: Tree) -> ElementSpec:
         try:
             return ElementSpec.of(first)
         except TailraceError as error:
             self._ended = error  # not skipped: the next read raises the same error
             raise
 
-    def _next(self) -> Any:
+    def _next(self) -> Tree:
         if isinstance(self._ended, BaseException):
             raise self._ended
         if self._ended:

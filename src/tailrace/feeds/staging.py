@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from tailrace.errors import WaitStopped
-from tailrace.feeds.background import STOP_S, Worker
+from tailrace.feeds.background import STOP_S, P, T, Worker
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.reader import Reader
 from tailrace.feeds.waiting import Patience
@@ -152,11 +152,11 @@ class Staging:
         self._running.clear()
         return thread, self._late is not None
 
-    def call(self, reader: Opening, read: Callable[..., Any], *args: Any) -> Any:
+    def call(self, reader: Opening, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that may block in the dataset, on the thread."""
         own = self._thread is None
         worker = self._worker()
-        future = worker.submit(read, *args)
+        future = worker.submit(read, *args, **kwargs)
         try:
             self._wait_for(reader, future)
         except BaseException:

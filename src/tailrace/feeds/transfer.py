@@ -28,7 +28,7 @@ PIECE, MOST_PIECES = 1 << 21, 16
 """The bytes of a chunk, and the largest number of chunks in flight."""
 
 
-def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int = 0) -> Any:
+def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int = 0) -> jax.Array:
     """Transfer an array to `sharding`; it must not change until the transfer has finished."""
     if on_cpu():
         return jax.device_put(with_room(array, room), sharding)
@@ -55,12 +55,12 @@ def with_room(array: np.ndarray, room: int) -> np.ndarray:
 
 
 @jax.jit
-def _join(pieces: list[Any]) -> Any:
+def _join(pieces: list[Any]) -> jax.Array:
     return jnp.concatenate(pieces)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _padded(array: jax.Array, room: int, sharding: jax.sharding.Sharding | None) -> Any:
+def _padded(array: jax.Array, room: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
     # Zeros, though any values would do: a program in XLA has no uninitialized arrays.
     rows = jnp.zeros((room, *array.shape[1:]), array.dtype)
     filled = jax.lax.dynamic_update_slice_in_dim(rows, array, 0, 0)

@@ -31,7 +31,7 @@ def reduced_dtype(dtype: Any, mean: bool) -> Any:
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
-def reduced(value: jax.Array, axis: str | None, mean: bool) -> Any:
+def reduced(value: jax.Array, axis: str | None, mean: bool) -> jax.Array:
     """The sum or mean of `value` over the replicas of a mesh axis; `axis` is None for one replica."""
     dtype = reduced_dtype(value.dtype, mean)
     if axis is None:

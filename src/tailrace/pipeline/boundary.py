@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from tailrace.data.trees import Tree
@@ -14,7 +12,7 @@ ROLE = "stage"
 NEXT, BESIDE = "next", "beside"
 
 
-def stage_boundary(values: Tree) -> Any:
+def stage_boundary(values: Tree) -> Tree:
     """End a stage of a pipeline here: everything computed after this belongs to the next one.
 
     Only the order of computation counts. `values` are returned unchanged; pass what the next stage
@@ -32,7 +30,7 @@ def stage_boundary(values: Tree) -> Any:
     return boundary(values, NEXT)
 
 
-def boundary(values: Tree, which: str) -> Any:
+def boundary(values: Tree, which: str) -> Tree:
     """Begin the next stage, or (`BESIDE`) the next member of a group of concurrent stages."""
     if not jax.tree.leaves(values):
         raise PipelineError(

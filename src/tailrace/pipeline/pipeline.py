@@ -252,16 +252,16 @@ class Pipeline:
 
     # -- weights of several stages --------------------------------------------------------------
 
-    def untie(self, params: Tree) -> Any:
+    def untie(self, params: Tree) -> Tree:
         """The parameters, each shared weight in its first place only."""
         return self._weights.untie(params)
 
-    def tie(self, params: Tree) -> Any:
+    def tie(self, params: Tree) -> Tree:
         """The parameters with every shared weight in all its places."""
         return self._weights.tie(params)
 
 
-def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
+def _read(stages: object) -> tuple[tuple[Stage, ...], ...]:
     if not isinstance(stages, tuple | list):
         raise OptionError(
             f"stages is a list of functions, or one function with tr.stage_boundary in it. "

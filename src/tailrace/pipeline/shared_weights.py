@@ -28,7 +28,7 @@ class SharedWeights:
     def __init__(self, shared: Sequence[Sequence[str]]) -> None:
         self.groups = _groups(shared)
 
-    def untie(self, params: Tree) -> Any:
+    def untie(self, params: Tree) -> Tree:
         """The parameters, each shared weight in its first place only."""
         if not self.groups:
             return params
@@ -55,7 +55,7 @@ class SharedWeights:
         kept = [None if path_name(path) in extra else value for path, value in leaves]
         return jax.tree.unflatten(structure, kept)
 
-    def tie(self, params: Tree) -> Any:
+    def tie(self, params: Tree) -> Tree:
         """The parameters with every shared weight in all its places."""
         if not self.groups:
             return params

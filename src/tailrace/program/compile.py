@@ -33,7 +33,7 @@ from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.frame import Emission
 from tailrace.taps.naming import Namer
-from tailrace.taps.tap import MOST_BYTES, AnyTap, StopOnNonfinite, check_bytes, parse_taps
+from tailrace.taps.tap import MOST_BYTES, AnyTap, Observe, StopOnNonfinite, check_bytes, parse_taps
 
 
 def compile(
@@ -41,7 +41,7 @@ def compile(
     *,
     replicas: int | None = 1,
     seed: int = 0,
-    observe: Any = (),
+    observe: Observe = (),
     observe_bytes: int = MOST_BYTES,
 ) -> Program:
     """Compile `function` to a device program.

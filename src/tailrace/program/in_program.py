@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Generator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +112,7 @@ def replica() -> jax.Array:
     return ambient("replica", -1, 0)
 
 
-def cross_replica_mean(values: Tree) -> Any:
+def cross_replica_mean(values: Tree) -> Tree:
     """The mean of `values` (a tree) over all replicas, on each of them.
 
     Raises:
@@ -127,7 +126,7 @@ def cross_replica_mean(values: Tree) -> Any:
     return _cross_replica(values, "tr.cross_replica_mean", mean=True)
 
 
-def cross_replica_sum(values: Tree) -> Any:
+def cross_replica_sum(values: Tree) -> Tree:
     """The sum of `values` (a tree) over all replicas, on each of them.
 
     Raises:
@@ -141,6 +140,6 @@ def cross_replica_sum(values: Tree) -> Any:
     return _cross_replica(values, "tr.cross_replica_sum", mean=False)
 
 
-def _cross_replica(values: Tree, caller: str, *, mean: bool) -> Any:
+def _cross_replica(values: Tree, caller: str, *, mean: bool) -> Tree:
     current_trace(caller)
     return jax.tree.map(lambda x: cross_replica_p.bind(jnp.asarray(x), mean=mean), values)

@@ -27,7 +27,7 @@ def repeat(
     body: Callable[..., Any],
     inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
-) -> Any:
+) -> Tree:
     """Run `body` n times on the device.
 
     Args:
@@ -59,7 +59,7 @@ def repeat_with(
     body: Callable[..., Any],
     inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
-) -> Any:
+) -> Tree:
     """`repeat`, where `call(body, carried, element)` passes the element to the body."""
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
@@ -86,7 +86,7 @@ def while_loop(
     inputs: Tree,
     infeed: Feed | None = None,
     maximum_iterations: int | None = None,
-) -> Any:
+) -> Tree:
     """Run `body` on the device while `condition(inputs)` holds.
 
     Args:
@@ -130,7 +130,7 @@ def while_loop(
         )
     one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
 
-    def go_on(state: Tree) -> Any:
+    def go_on(state: Tree) -> jax.Array:
         i, carry = state
         wanted = jnp.asarray(condition(carry))
         if wanted.shape != () or wanted.dtype != jnp.bool_:
@@ -163,7 +163,7 @@ def _loop_body(
             )
         infeed.check_replicas(trace.replicas)
 
-    def one_pass(counter: jax.Array, state: Tree) -> Any:
+    def one_pass(counter: jax.Array, state: Tree) -> Tree:
         with inside_loop(trace):
             # The counter is marked, because it is in the loop whatever the body does; the mark makes
             # the loop ours.
@@ -184,7 +184,7 @@ def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Tree) -> An
     return body(*first, element)
 
 
-def _need_static(n: Any, infeed: Any) -> None:
+def _need_static(n: object, infeed: object) -> None:
     if infeed is not None:
         raise ProgramError(
             "tr.repeat with an infeed needs a number known when the program is compiled: an "
@@ -193,7 +193,7 @@ def _need_static(n: Any, infeed: Any) -> None:
         )
 
 
-def _same_form(before: Tree, after: Tree) -> Any:
+def _same_form(before: Tree, after: Tree) -> Tree:
     """A body's result, checked to have the structure, shapes and dtypes of its input."""
     old, structure = jax.tree_util.tree_flatten_with_path(before)
     new, found = jax.tree.flatten(after)

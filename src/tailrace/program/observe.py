@@ -28,12 +28,12 @@ from tailrace.program.tracing.trace import Traced, trace_program
 from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.naming import Namer
-from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
+from tailrace.taps.tap import MOST_BYTES, Observe, StopOnNonfinite, check_bytes, parse_taps
 
 
 def observe(
     function: Callable[..., Any],
-    taps: Any,
+    taps: Observe,
     *,
     seed: int = 0,
     observe_bytes: int = MOST_BYTES,
@@ -131,7 +131,7 @@ class Observed:
         return look(traced, (), entries).catalogue
 
     def _trace(self, args: tuple[Any, ...]) -> tuple[Traced, list[Any]]:
-        def named(*args: Tree) -> Any:
+        def named(*args: Tree) -> Tree:
             return name_values("output", self._function(*name_values("input", args)))
 
         traced = trace_program(named, args)

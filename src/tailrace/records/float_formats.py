@@ -8,9 +8,9 @@ after the run. Where the bins are ambiguous, the result is a bound, never a gues
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tailrace.errors import OptionError
 from tailrace.taps.reductions import INF_BIN, NUM_BINS, SUBNORMAL
@@ -67,7 +67,7 @@ FORMATS = (
 """The formats of `format_shares`."""
 
 
-def format_shares(histogram: Any, scale_exponent: int = 0) -> dict[str, np.ndarray]:
+def format_shares(histogram: npt.ArrayLike, scale_exponent: int = 0) -> dict[str, np.ndarray]:
     """The fraction of values that a cast to each narrow format would lose, by the format's name.
 
     Let the format's smallest value be s, its smallest normal value n and its largest value m, and

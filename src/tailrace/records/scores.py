@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tailrace.data.trees import Tree
@@ -23,7 +22,9 @@ _AT_ONCE = 4096
 """The number of windows to compare at a time, which limits memory."""
 
 
-def robust_scores(values: Tree, among: Any = None, least: float = 0.0) -> np.ndarray:
+def robust_scores(
+    values: Tree, among: npt.ArrayLike | None = None, least: float = 0.0
+) -> np.ndarray:
     """The distance of each value above the median, in deviations; infinite if it is not finite.
 
     Args:
@@ -43,7 +44,7 @@ def robust_scores(values: Tree, among: Any = None, least: float = 0.0) -> np.nda
     return np.where(np.isfinite(values), _deviations(values, others, least), np.inf)
 
 
-def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndarray:
+def moving_scores(values: Tree, before: npt.ArrayLike, window: int, least: int) -> np.ndarray:
     """The score of each value among the values before it.
 
     Args:

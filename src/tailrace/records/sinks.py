@@ -107,7 +107,7 @@ class Sink(Protocol):
         returns its position, ready for JSON."""
         ...
 
-    def take_up(self, end: Any) -> None:
+    def take_up(self, end: object) -> None:
         """Prepare to resume from a checkpoint: everything after this mark is cut off."""
         ...
 

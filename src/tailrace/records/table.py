@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 import numpy as np
@@ -62,7 +62,7 @@ def print_summary(
     print(summary_table(data), file=out)
 
 
-def _line(index: str, name: str, width: int, numbers: Any, flags: Any) -> str:
+def _line(index: str, name: str, width: int, numbers: Iterable[str], flags: Iterable[str]) -> str:
     cells = [f"{index:<5}", f"{name:<{width}}"]
     cells += [f"{number:<12}" for number in numbers]
     cells += [f"{flag:<7}" for flag in flags]

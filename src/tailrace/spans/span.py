@@ -56,7 +56,7 @@ class _Span:
             each.add(self.name, self.start, self.about)
 
 
-def span(name: str, **about: Any) -> _Span | _Nothing:
+def span(name: str, **about: object) -> _Span | _Nothing:
     """A context that is a span of this thread in every open trace.
 
     >>> with span("reading", file="digits"):

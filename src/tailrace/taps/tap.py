@@ -9,7 +9,7 @@ import enum
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -209,6 +209,11 @@ class GradientDigest:
 AnyTap: TypeAlias = Tap | StopOnNonfinite | GradientDigest
 """A request to observe tensors, of the user or of Tailrace itself."""
 
+Observe: TypeAlias = (
+    "Select | Tap | StopOnNonfinite | Iterable[Select | Tap | StopOnNonfinite] | None"
+)
+"""What users give as `observe=`: taps, or selections whose statistics are wanted; one or several."""
+
 EnumType = TypeVar("EnumType", bound=enum.StrEnum)
 
 
@@ -246,7 +251,7 @@ def stop_on_nonfinite(
     return StopOnNonfinite(select, on_nonfinite, limit, bundle)
 
 
-def guarding(observe: Any, on_nonfinite: str | None) -> Any:
+def guarding(observe: Observe, on_nonfinite: str | None) -> Observe:
     """The value of `observe=`, with the guard that `on_nonfinite=` requests."""
     if on_nonfinite is None:
         return observe
@@ -279,15 +284,14 @@ class Chosen:
         return (self.entry.name, self.tap.kind)
 
 
-def parse_taps(observe: Any) -> list[Tap | StopOnNonfinite]:
+def parse_taps(observe: Observe) -> list[Tap | StopOnNonfinite]:
     """The value of `observe=` as taps; a bare selection means its statistics."""
     if observe is None:
         return []
     # A string is iterable too, but it is one selection.
-    if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
-        observe = [observe]
+    alone = isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable)
     try:
-        listed: list[Any] = list(observe)
+        listed: list[Any] = [observe] if alone else list(cast(Iterable[Any], observe))
     except TypeError:  # a 0-d array
         listed = [observe]
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]

@@ -17,7 +17,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import jax
 
@@ -35,6 +36,8 @@ from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
+
+Data = TypeVar("Data")
 
 _AFTER_S = 30
 """How much later than Tailrace JAX gives up a silent process: JAX exits without a clear message."""
@@ -142,7 +145,7 @@ def writes() -> bool:
 class Share(Dataset):
     """The elements of a dataset for the replicas of one process; see `share`."""
 
-    def __init__(self, dataset: Any, replicas: int, processes: int, process: int) -> None:
+    def __init__(self, dataset: object, replicas: int, processes: int, process: int) -> None:
         self._source = as_dataset(dataset)
         self._replicas, self._count = replicas, replicas // processes
         self._first = process * self._count
@@ -162,7 +165,7 @@ class Share(Dataset):
                 yield element
 
 
-def share(dataset: Any, replicas: int) -> Any:
+def share(dataset: Data, replicas: int) -> Data | Share:
     """The elements of `dataset` that this process feeds to its local replicas.
 
     Each process feeds its replicas from its dataset. If all processes can read the whole dataset, this
@@ -229,7 +232,7 @@ def _leave_at_once_when_failed() -> None:
     """Make a process announce its exit, and not wait for the others if it has failed."""
     before, failed = sys.excepthook, []
 
-    def note(kind: Any, error: Any, trace: Any) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.append(error)
         before(kind, error, trace)
 

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+
+from tailrace.devices.processes.meeting import Client
 
 THREAD = "tailrace-heartbeat"
 _PREFIX = "tailrace/alive/"
@@ -36,7 +37,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        client: Any,
+        client: Client,
         here: int,
         count: int,
         limit_s: float,

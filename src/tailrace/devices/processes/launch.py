@@ -7,6 +7,7 @@ the launcher itself ends, so do they: it terminates them, or, if it is killed, a
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import IO, Any
 
 from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
@@ -156,7 +158,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
         return
 
-    def leave(number: int, frame: Any) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     kinds = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -236,5 +238,5 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: Any) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     return launch([arguments.script, *arguments.arguments], arguments.processes, arguments.devices)

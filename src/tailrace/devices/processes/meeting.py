@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import jax
 
@@ -25,6 +25,30 @@ _LOOK_S = 1.0
 
 LEFT = "tailrace/left"
 """The keys under which processes announce their exit."""
+
+
+class Client(Protocol):
+    """What is used of the client of JAX's coordination service, which has no public type."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Set a key; an error if it exists, unless it may be overwritten."""
+        ...
+
+    def key_value_try_get(self, key: str) -> str:
+        """The value of a key; an error if it does not exist."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> Iterable[tuple[str, str]]:
+        """The keys with a prefix, with their values."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Delete a key."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """The value of a key, once it exists; an error if it does not in time."""
+        ...
 
 
 @dataclasses.dataclass
@@ -85,7 +109,7 @@ def meet(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def _answer(client: Any, key: str, process: int, give_up: float) -> str | None:
+def _answer(client: Client, key: str, process: int, give_up: float) -> str | None:
     """The value of a process under a key; None if it does not arrive in time."""
     while True:
         left = give_up - time.monotonic()
@@ -107,7 +131,7 @@ def _answer(client: Any, key: str, process: int, give_up: float) -> str | None:
             return None
 
 
-def has_left(client: Any, process: int) -> bool:
+def has_left(client: Client, process: int) -> bool:
     """Whether a process has announced its exit."""
     try:
         return bool(client.key_value_try_get(f"{LEFT}/{process}"))

@@ -18,6 +18,7 @@ import json
 import selectors
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from tailrace.errors import DistributedError
@@ -238,7 +239,7 @@ def _missing(missing: list[int], count: int, timeout_s: float) -> str:
     )
 
 
-def _tell(connections: Any, what: dict[str, Any]) -> None:
+def _tell(connections: Iterable[socket.socket], what: dict[str, Any]) -> None:
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.settimeout(2.0)

@@ -26,7 +26,7 @@ from tailrace.messages import logger
 
 
 def dataset_benchmark(
-    dataset: Any,
+    dataset: object,
     epochs: int,
     elements_per_epoch: int,
     *,
@@ -161,7 +161,7 @@ def _lengths(epochs: int, elements: int, spec: ElementSpec) -> Iterator[list[tup
         yield list(zip(lengths, [*lengths[1:], first_of_next], strict=True))
 
 
-def _host() -> Any:
+def _host() -> Device:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -106,7 +106,7 @@ def _median_rate(benchmark_json: str | Mapping[str, Any]) -> float:
         ) from None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

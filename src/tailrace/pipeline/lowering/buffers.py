@@ -157,7 +157,7 @@ class Layout:
 
     def read(
         self, device: int, buffers: Sequence[Any], key: Hashable, index: Scalar | None = None
-    ) -> Any:
+    ) -> jax.Array:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
@@ -206,14 +206,14 @@ def to_device(value: object) -> Any:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-def unwrapped(value: jax.Array, form: Form) -> Any:
+def unwrapped(value: jax.Array, form: Form) -> jax.Array:
     """What is kept of a value."""
     if form.as_bits:
         return lax.bitcast_convert_type(jnp.asarray(value, form.dtype), form.stored.dtype)
     return jax.random.key_data(value) if form.is_key else value
 
 
-def wrapped(value: jax.Array, form: Form) -> Any:
+def wrapped(value: jax.Array, form: Form) -> jax.Array:
     """What was kept of a value, as the value."""
     if form.as_bits:
         return lax.bitcast_convert_type(value, form.dtype)

@@ -33,7 +33,7 @@ _CHECKPOINT = "tailrace_checkpoint"
 RECOMPUTE = (False, True, "then", "interleaved")
 
 
-def recomputation_checkpoint(values: Tree) -> Any:
+def recomputation_checkpoint(values: Tree) -> Tree:
     """Keep these values for the backward when a pipeline recomputes its stages.
 
     What follows is recomputed from here, and not from the inputs of the stage. Outside of such a

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.control import jit_of, scan_of
+from tailrace.jaxprs.control import Inner, jit_of, scan_of
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.operations import keeps_expensive
 from tailrace.jaxprs.stretches import bound, results_of, run
@@ -35,7 +35,7 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     scan = scan_of(eqn)
     assert scan is not None
 
-    def recomputed(one_pass: Callable[..., Any]) -> Any:
+    def recomputed(one_pass: Callable[..., Any]) -> Callable[..., Any]:
         # Forward and backward are two loops, and XLA does not merge operations of one with those of
         # the other: the barrier that prevents this elsewhere is not needed.
         return jax.checkpoint(one_pass, policy=keeps_expensive, prevent_cse=False)
@@ -43,7 +43,7 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return scan.again(lambda values: _contents(scan.body, values), inputs, recomputed)
 
 
-def _contents(program: Any, inputs: list[Any]) -> list[Any]:
+def _contents(program: Inner, inputs: list[Any]) -> list[Any]:
     known = bound(program.jaxpr, program.consts, inputs)
     run(program.jaxpr.eqns, known, emit_lean)
     return results_of(known, program.jaxpr.outvars)

@@ -63,11 +63,11 @@ class PipelineStep(Step):
         return cast(Pipeline, self.loss_fn)
 
     @property
-    def _inputs(self) -> Any:
+    def _inputs(self) -> Tree:
         # Read each time: `fit(inputs=...)` replaces them, as arguments of the same compiled program.
         return jax.tree.map(jnp.asarray, self.pipeline.inputs)
 
-    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Tree:
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
     def runner(
@@ -103,7 +103,7 @@ class PipelineStep(Step):
         """`length` steps, fed by `infeed`, all with the same `inputs`."""
         return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
 
-    def outputs(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
+    def outputs(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Tree:
         """The result of the last stage for an element."""
         return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
 
@@ -151,10 +151,10 @@ class PipelineStep(Step):
             batch = name_values("input", batch)
             weight = self.weight(batch)
             after = share = None
-            if weighted:
+            if weight is not None:
                 # The share of a microbatch depends on all microbatches before it, and on no stage.
                 # It is computed ahead, so that no device waits for it.
-                after, share = in_unit(AHEAD, lambda: _share_so_far(total, weight))
+                after, share = in_unit(AHEAD, functools.partial(_share_so_far, total, weight))
             run = model.run(named._replace(model_state=model_state), batch, inputs)
             self._send_from(model, run, weight, named)
 

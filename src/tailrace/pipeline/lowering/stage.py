@@ -138,7 +138,7 @@ class Stages:
         return {**self.consts, **dict(zip(self.invars, jax.tree.leaves(args), strict=True))}
 
     @property
-    def results(self) -> Any:
+    def results(self) -> Tree:
         """The variables (or literals) of the results, in their structure."""
         return jax.tree.unflatten(self.structure, self.outvars)
 
@@ -205,7 +205,7 @@ def value_in(values: dict[Any, Any], var: Atom) -> Any:
     return jnp.asarray(values[var] if isinstance(var, Var) else var.val)
 
 
-def in_unit(who: Who, function: Callable[[], Any]) -> Any:
+def in_unit(who: Who, function: Callable[[], Any]) -> Tree:
     """Compute `function()` as a part of a unit: one equation that names it.
 
     The function closes over the values that it uses. They become the equation's operands, so that the

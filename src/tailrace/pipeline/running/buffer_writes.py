@@ -15,7 +15,7 @@ Patches = Mapping[tuple[int, int], Mapping[int, Any]]
 """For a replica and a device, flat values by their offset in the device's part of a buffer."""
 
 
-def patched(buffer: jax.Array, patches: Patches, each: bool) -> Any:
+def patched(buffer: jax.Array, patches: Patches, each: bool) -> jax.Array:
     """A buffer [replica,] device, ... with other values in some places.
 
     Only the parts of devices with such values are written; the others are reused.
@@ -57,7 +57,7 @@ def _cut_out(flat: jax.Array, places: Places) -> list[Any]:
 
 
 @jax.jit
-def _written(part: jax.Array, values: dict[int, Any]) -> Any:
+def _written(part: jax.Array, values: dict[int, Any]) -> jax.Array:
     flat = part.reshape(-1)
     # Keys of a dict are constants of the compiled function: one compilation for each set of places,
     # and one call for all values of a part.

@@ -19,7 +19,7 @@ from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
 
 
-def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> Any:
+def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> Tree:
     """`body(carried)` if the condition holds, else `carried`; updated in place.
 
     >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()
@@ -29,7 +29,7 @@ def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> 
     if condition is True:
         return body(carried)
 
-    def run(state: Tree) -> Any:
+    def run(state: Tree) -> Tree:
         old, structure = jax.tree.flatten(state[1])
         new = jax.tree.leaves(body(state[1]))
         # Values that are only read must be carried as well: used from outside the loop, they would

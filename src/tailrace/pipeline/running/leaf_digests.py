@@ -25,7 +25,7 @@ def leaf_digests(
     held: Sequence[Any],
     names: Sequence[str],
     sizes: Sequence[int | None],
-) -> Any:
+) -> jax.Array:
     """The digest of each leaf, [leaves, 2]; in a program.
 
     Args:
@@ -47,19 +47,19 @@ def leaf_digests(
         PartitionSpec(REPLICA) if number in assembly.each else PartitionSpec() for number in alike
     ]
 
-    def part(value: jax.Array, number: int, leaf: int) -> Any:
+    def part(value: jax.Array, number: int, leaf: int) -> jax.Array:
         """The part of a leaf that this replica has, at its offset in the leaf."""
         first = lax.axis_index(REPLICA) * value.size if number in assembly.each else 0
         return digest(value, names[leaf], first, sizes[leaf])
 
-    def on_device(device: int, mine: Sequence[Any]) -> Any:
+    def on_device(device: int, mine: Sequence[Any]) -> jax.Array:
         found = [jnp.zeros(WORDS, jnp.uint32)] * len(results)
         for leaf, number in enumerate(results):
             if owners.get(number) == device:
                 found[leaf] = part(layout.read(device, mine, number), number, leaf)
         return jnp.stack(found)
 
-    def one(buffers: Tree, values: Tree) -> Any:
+    def one(buffers: Tree, values: Tree) -> jax.Array:
         mine = [b.reshape(form.shape) for b, form in zip(buffers, layout.buffers, strict=True)]
         # Each device digests what only it holds, and has zeros for all else. The sum over stages
         # then has all digests, and no state is moved.

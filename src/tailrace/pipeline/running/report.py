@@ -183,7 +183,7 @@ def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
     return best
 
 
-def _example(aval: Any) -> Any:
+def _example(aval: Any) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), aval.shape)
     # Values that stay finite through logarithms and divisions, and indices that every table has:

@@ -162,7 +162,7 @@ class StageBuffers:
         return self._assembly.carry_in[number].aval
 
 
-def _owned(value: jax.Array) -> Any:
+def _owned(value: jax.Array) -> jax.Array:
     """An unshared copy, which a loop may overwrite."""
     if value.sharding.memory_kind == HOST_MEMORY:
         return value  # it was copied there
@@ -170,7 +170,7 @@ def _owned(value: jax.Array) -> Any:
     return jnp.copy(value)
 
 
-def _for_each(value: jax.Array, form: Any, replicas: int) -> Any:
+def _for_each(value: jax.Array, form: Any, replicas: int) -> jax.Array:
     """A value per replica: the same for all if there is only one."""
     if jnp.ndim(value) == len(form.shape):
         return jnp.broadcast_to(value, (replicas, *jnp.shape(value)))

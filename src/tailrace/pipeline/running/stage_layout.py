@@ -96,7 +96,7 @@ class StageLayout(LoopLayout):
                 known[var] = self.placement.own(value)
         self._buffers.fill(state, starts)
 
-    def carried(self, state: LoopState) -> Any:
+    def carried(self, state: LoopState) -> Tree:
         """The loop's current carry, as a tree like the one it was given."""
         return jax.tree.unflatten(self._program.traced.out_structure, self.leaves(state))
 
@@ -127,7 +127,7 @@ class StageLayout(LoopLayout):
 
     def digests(
         self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
-    ) -> Any:
+    ) -> jax.Array:
         """The digest of each leaf, [leaves, 2]; each device reads what it holds."""
         return leaf_digests(self.assembly, self.placement.mesh, self._numbers, held, names, sizes)
 
@@ -147,7 +147,7 @@ class StageLayout(LoopLayout):
         """The program of a piece of the loop: one for all devices."""
         return PipelineProgram(piece, self.assembly)
 
-    def by_element(self, value: Any) -> Any:
+    def by_element(self, value: Tree) -> Tree:
         """Emissions with iterations and microbatches in one dim: that of the elements."""
         at = 0 if self.placement.replicas == 1 else 1
 

@@ -106,7 +106,7 @@ class Values:
         return outputs[eqn.outvars.index(var)]
 
 
-def from_device(source: int, value: jax.Array) -> Any:
+def from_device(source: int, value: jax.Array) -> jax.Array:
     """The value of one device of the stages, on all of them."""
     # A sum to which all other devices add zeros: one exchange, whichever the source is.
     # JAX sums booleans as int32, four times the bytes.

@@ -132,11 +132,11 @@ def _stage_times(plan: PlannedTicks, stage: int, given: Any, name: str) -> list[
     return [float(time) for time in each]
 
 
-def _is_number(given: Any) -> bool:
+def _is_number(given: object) -> bool:
     return isinstance(given, int | float | np.number)
 
 
-def is_list(given: Any) -> TypeGuard[Sequence[Any]]:
+def is_list(given: object) -> TypeGuard[Sequence[Any]]:
     """Whether a user gave several numbers: a sequence or an array, not text."""
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
         return False

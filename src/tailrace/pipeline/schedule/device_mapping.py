@@ -18,7 +18,7 @@ DeviceMapping = tuple[int | tuple[int, ...], ...]
 Names = tuple[str | tuple[str, ...], ...]
 
 
-def is_group(value: Any) -> TypeGuard[Sequence[Any]]:
+def is_group(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether the value is a list or a tuple."""
     return isinstance(value, list | tuple)
 
@@ -32,7 +32,7 @@ MOST_STAGES, MOST_MICROBATCHES = 10_000, 10**12
 """More than any model has; larger numbers are mistakes, or come from a damaged file."""
 
 
-def read_microbatches(value: Any) -> int:
+def read_microbatches(value: object) -> int:
     """The number of microbatches, or a PlanError."""
     count = whole_number(value, "microbatches")
     if count > MOST_MICROBATCHES:
@@ -42,7 +42,7 @@ def read_microbatches(value: Any) -> int:
     return count
 
 
-def read_flag(value: Any, name: str) -> bool:
+def read_flag(value: object, name: str) -> bool:
     """`value` as a bool, or a PlanError that names the argument."""
     # 0 and 1 count too; text does not: "False" would be true.
     if not isinstance(value, int | np.bool_):
@@ -85,7 +85,7 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
     return sizes, _names(entries)
 
 
-def _within(members: int, stages: Any) -> int:
+def _within(members: int, stages: object) -> int:
     """Refuse more stages than can be planned: the memory of a plan grows with them."""
     if members > MOST_STAGES:
         raise PlanError(
@@ -95,7 +95,7 @@ def _within(members: int, stages: Any) -> int:
     return members
 
 
-def _group_size(entry: Any, index: int) -> int:
+def _group_size(entry: object, index: int) -> int:
     if is_group(entry):
         if any(is_group(member) for member in entry):
             raise PlanError(
@@ -187,7 +187,7 @@ def _read_entry(entry: Any, size: int | None, stage: int) -> int | tuple[int, ..
     return _plain(devices)
 
 
-def _read_device(value: Any, stage: int) -> int:
+def _read_device(value: object, stage: int) -> int:
     device = whole_number(value, f"device_mapping[{stage}]")
     if device < 0:
         raise PlanError(

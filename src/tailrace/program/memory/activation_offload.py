@@ -29,7 +29,7 @@ from jax import lax
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, Var, nbytes
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes
 from tailrace.jaxprs.marks import ambient
 from tailrace.jaxprs.stretches import Stretch, opened, results_of, run
 from tailrace.jaxprs.walk import acts_on_host
@@ -160,7 +160,7 @@ def check_fits(needed: int, platform: str) -> None:
 class _Passes:
     """The forward and the backward pass of one microbatch, while they are traced."""
 
-    def __init__(self, held: HeldActivations, cut: Segments, closed: Any) -> None:
+    def __init__(self, held: HeldActivations, cut: Segments, closed: ClosedJaxpr) -> None:
         self.held, self.moves, self.cut, self.closed = held, held.moves, cut, closed
         # A part with such a loop has parts already, and is not recomputed as a whole.
         self.whole = [

@@ -46,11 +46,11 @@ class Moves:
     to_host: Callable[[Any], Any]
     to_device: Callable[[Any], Any]
 
-    def bring_in(self, value: object) -> Any:
+    def bring_in(self, value: object) -> Tree:
         """Transfer a value from host memory to the device."""
         return mark(value, Tag("memory", payload=self.to_device))
 
-    def send_back(self, value: object) -> Any:
+    def send_back(self, value: object) -> Tree:
         """Transfer a value from the device to host memory."""
         return mark(value, Tag("memory", payload=self.to_host))
 
@@ -135,12 +135,12 @@ def free_host_memory() -> int | None:
     return None
 
 
-def after_accumulation(body: Callable[[Any], Any], carried: Tree) -> Any:
+def after_accumulation(body: Callable[[Any], Any], carried: Tree) -> Tree:
     """`body(carried)`, emitted so that none of it can start before all of `carried` is ready."""
     # Always one iteration, since a step's index is never negative; but XLA does not know that.
     passes = jnp.where(ambient("step", -1, 1) < 0, 2, 1)
 
-    def one(state: Tree) -> Any:
+    def one(state: Tree) -> Tree:
         done, carried = state
         return done + 1, body(carried)
 

@@ -66,7 +66,7 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
         run(program.jaxpr.eqns, known)
         return results_of(known, program.jaxpr.outvars)
 
-    def recomputed(one_pass: Callable[..., Any]) -> Any:
+    def recomputed(one_pass: Callable[..., Any]) -> Callable[..., Any]:
         # Forward and backward are separate loops: XLA cannot merge what one recomputes with the other.
         return jax.checkpoint(one_pass, policy=_policy(moves), prevent_cse=False)
 
@@ -78,7 +78,7 @@ def _carried_vars(scan: Scan) -> list[Any]:
     return scan.split(scan.body.jaxpr.invars)[1]
 
 
-def _policy(moves: Moves) -> Any:
+def _policy(moves: Moves) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     # On a CPU there is no second memory; the same values are kept, so that tests see the same program.
     if moves is NO_MOVES:

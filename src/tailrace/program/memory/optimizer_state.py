@@ -57,7 +57,7 @@ class StateKeeping:
         return not any(self.shared) and not any(self.hosted)
 
     @property
-    def held_forms(self) -> Any:
+    def held_forms(self) -> Tree:
         """The state as one replica holds it."""
         return self._map(lambda form, shared: self.shares.form(form) if shared else form)
 
@@ -72,7 +72,7 @@ class StateKeeping:
         """The bytes that one replica holds on its device between updates."""
         return sum(nbytes(form) for form in jax.tree.leaves(self.held_forms)) - self.host_bytes
 
-    def hold(self, leaves: Iterable[Any], placement: Placement) -> Any:
+    def hold(self, leaves: Iterable[Any], placement: Placement) -> Tree:
         """Place the leaves of a whole state in their held form.
 
         Each is placed before the next is requested: all of them may be too large for one device.
@@ -93,7 +93,9 @@ class StateKeeping:
             placement.to_host_memory(value) if self.hosted[place] and self.moves_memory else value
         )
 
-    def hold_some(self, leaves: Mapping[int, Any], first: int, placement: Placement) -> Any:
+    def hold_some(
+        self, leaves: Mapping[int, Any], first: int, placement: Placement
+    ) -> dict[int, Any]:
         """Replacements of leaves by index, those of the state (from `first` on) as they are held."""
         # The indices are those of the whole training state; only some of them belong to the optimizer.
         count = len(self.shared)
@@ -104,7 +106,7 @@ class StateKeeping:
             for number, value in leaves.items()
         }
 
-    def whole(self, held: Tree, placement: Placement) -> Any:
+    def whole(self, held: Tree, placement: Placement) -> Tree:
         """The state as the optimizer sees it, on the device; all processes must call this."""
 
         def one(form: jax.ShapeDtypeStruct, shared: bool, hosted: bool, value: jax.Array) -> Any:
@@ -122,7 +124,7 @@ class StateKeeping:
         )
         return jax.tree.unflatten(jax.tree.structure(held), [one(*leaf) for leaf in leaves])
 
-    def _map(self, function: Callable[[Any, bool], Any]) -> Any:
+    def _map(self, function: Callable[[Any, bool], Any]) -> Tree:
         leaves, structure = jax.tree.flatten(self.forms)
         return jax.tree.unflatten(structure, map(function, leaves, self.shared))
 
@@ -231,7 +233,7 @@ def decide(
     return None if keeping.changes_nothing else keeping, keeping.decisions
 
 
-def check_options(share: Any, offload_state: Any) -> None:
+def check_options(share: object, offload_state: object) -> None:
     """Refuse values other than True and False; offload may also be None."""
     if not isinstance(share, bool):
         raise OptionError(

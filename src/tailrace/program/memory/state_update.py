@@ -209,5 +209,5 @@ class HeldUpdate:
         return params, jax.tree.unflatten(jax.tree.structure(self.keeping.forms), after)
 
 
-def _forms(tree: Tree) -> Any:
+def _forms(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

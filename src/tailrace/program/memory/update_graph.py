@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -177,7 +177,7 @@ class Evaluation:
     def _is_piece(self, value: Value) -> bool:
         return self.pieces is not None and self.pieces(value)
 
-    def _key(self, value: Value, form: str) -> Any:
+    def _key(self, value: Value, form: str) -> Hashable:
         if value.node is not None:
             return (value.node, form)
         return (value.number if value.is_input else value, form)

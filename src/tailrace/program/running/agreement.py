@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted, DistributedError, WaitStopped
+from tailrace.jaxprs.internals import Var
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.walk import walk
 from tailrace.program.running.segments import Segment
@@ -37,7 +38,7 @@ class Agreement:
     """
 
     def __init__(self, segment: Segment, replicas: int) -> None:
-        def listed(variables: Any) -> str:
+        def listed(variables: Iterable[Var]) -> str:
             return ", ".join(str(var.aval) for var in variables)
 
         elements = [

@@ -8,12 +8,16 @@ the trees of arguments and results.
 Between processes, JAX's compilation cache does the same: `TAILRACE_CACHE=dir`.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections import OrderedDict
 from typing import Any
+
+import jax
 
 from tailrace.program.running.kernel_choices import compiled
 
@@ -25,9 +29,9 @@ _lock = threading.Lock()
 
 
 def compiled_program(
-    lowered: Any,
+    lowered: jax.stages.Lowered,
     devices: tuple[int, ...],
-    options: dict[str, str] | None,
+    options: dict[str, Any] | None,
     platform: str,
 ) -> tuple[Any, bool]:
     """The executable of a lowered program, and whether it was reused."""

@@ -150,7 +150,7 @@ class DeviceProgram(ABC):
         # Counted from the offset: neither keys nor periodic taps depend on how the loop is cut.
         return frame, offset + jnp.arange(piece.length, dtype=jnp.int32)
 
-    def _emitted(self, frame: Frame) -> Any:
+    def _emitted(self, frame: Frame) -> Tree:
         """The emissions of the piece, as the function returns them."""
         condense(frame, at_end=True)
         # Keys are Python objects, so they stay here; the function returns their values in this order.
@@ -158,7 +158,7 @@ class DeviceProgram(ABC):
         emitted = [frame.emitted[key] for key in self._keys]
         return emitted if self._packing is None else self._packing.pack(emitted)
 
-    def _what_follows(self, numbers: jax.Array) -> Any:
+    def _what_follows(self, numbers: jax.Array) -> jax.Array:
         """The numbers of a dispatch that continues from here."""
         steps = numbers[3] if self.piece.counted else self.piece.length or 0
         return Numbers.advanced(numbers, steps)

@@ -58,7 +58,7 @@ class Executable:
     # -- compiling ------------------------------------------------------------------------------
 
     @property
-    def compiled(self) -> Any:
+    def compiled(self) -> jax.stages.Compiled | None:
         """The XLA executable; None before `compile`."""
         return self._compiled
 
@@ -67,7 +67,7 @@ class Executable:
         """The loop's carry, in the order of the compiled program's arguments."""
         return self._program.carried
 
-    def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
+    def compile(self, state: LoopState, staged: dict[Feed, Any]) -> jax.stages.Compiled:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):

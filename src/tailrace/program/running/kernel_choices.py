@@ -8,6 +8,8 @@ keep a file for each fusion instead; some choices are not in those (openxla/xla,
 Other platforms have nothing to choose: nothing is read or written there.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import os
@@ -17,6 +19,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from tailrace.messages import note_once
 
@@ -46,7 +50,9 @@ def choices_in(directory: str | os.PathLike[str] | None, write: bool = False) ->
         _kept.reset(token)
 
 
-def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any:
+def compiled(
+    lowered: jax.stages.Lowered, options: dict[str, Any] | None, platform: str
+) -> jax.stages.Compiled:
     """The executable of a lowered program."""
     kept = _kept.get()
     if kept is None or platform not in ("gpu", "cuda"):

@@ -12,6 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from tailrace.data.trees import Tree
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
@@ -38,7 +41,7 @@ class LoopLayout(ABC):
         """
 
     @abstractmethod
-    def carried(self, state: LoopState) -> Any:
+    def carried(self, state: LoopState) -> Tree:
         """The loop's current carry, as a tree like the one it was given."""
 
     @abstractmethod
@@ -52,7 +55,7 @@ class LoopLayout(ABC):
     @abstractmethod
     def digests(
         self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
-    ) -> Any:
+    ) -> jax.Array:
         """The digest of each leaf of the carry, [leaves, 2]; in a program.
 
         Args:
@@ -75,5 +78,5 @@ class LoopLayout(ABC):
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
 
     @abstractmethod
-    def by_element(self, value: Any) -> Any:
+    def by_element(self, value: Tree) -> Tree:
         """Emissions of one loop, rearranged to [replica,] element."""

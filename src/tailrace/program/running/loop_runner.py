@@ -128,7 +128,7 @@ class LoopRunner:
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
         return self.layout.stage_of(entry)
 
-    def by_element(self, value: Any) -> Any:
+    def by_element(self, value: Tree) -> Tree:
         """Emissions of one loop, rearranged to [replica,] element."""
         return self.layout.by_element(value)
 
@@ -159,7 +159,7 @@ class LoopRunner:
         inputs = self.traced.jaxpr.invars[self._program.num_carried :]
         state.values.update(zip(inputs, leaves, strict=True))
 
-    def carried(self, state: LoopState) -> Any:
+    def carried(self, state: LoopState) -> Tree:
         """The loop's current carry, as a tree like the one it was given."""
         return self.layout.carried(state)
 
@@ -305,7 +305,7 @@ class LoopRunner:
             )
         return blocks
 
-    def _sharding_of_elements(self) -> Any:
+    def _sharding_of_elements(self) -> jax.sharding.Sharding:
         sharding = self.placement.shared_out
         if isinstance(sharding, jax.Device):
             return jax.sharding.SingleDeviceSharding(sharding)
@@ -353,7 +353,7 @@ class LoopRunner:
         return Executable(SegmentProgram(piece))
 
 
-def _form_of(value: jax.Array) -> Any:
+def _form_of(value: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape of an array to compile for; dispatches may overwrite the array meanwhile."""
     weak = bool(getattr(value.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)

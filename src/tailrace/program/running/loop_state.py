@@ -43,7 +43,7 @@ class Numbers:
         return Numbers(self.seed, self.first_step + steps, self.offset, self.count)
 
     @staticmethod
-    def advanced(array: jax.Array, steps: Scalar) -> Any:
+    def advanced(array: jax.Array, steps: Scalar) -> jax.Array:
         """The same inside the program, on that argument."""
         # Index 1 is the first step; seed, offset and count stay.
         return array.at[1].add(steps)
@@ -99,7 +99,7 @@ class LoopState:
         """An independent copy that other dispatches may overwrite."""
         return LoopState({key: _copy(value) for key, value in self.values.items()})
 
-    def numbers(self, wanted: Numbers) -> Any:
+    def numbers(self, wanted: Numbers) -> jax.Array | np.ndarray:
         """The argument for these numbers: the array on the device, if it has them already."""
         # The host compares its own copies of the numbers; reading the array would wait for the device.
         if self.foreseen is not None and self.foreseen[0] == wanted:
@@ -107,7 +107,7 @@ class LoopState:
         return wanted.as_array()
 
 
-def _copy(value: jax.Array) -> Any:
+def _copy(value: jax.Array) -> jax.Array:
     if value.sharding.memory_kind == HOST_MEMORY:  # no operation can run there
         return jax.device_put(np.asarray(value), value.sharding)
     return jnp.copy(value)

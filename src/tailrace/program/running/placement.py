@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.errors import ReplicaError
 
 
@@ -55,7 +56,7 @@ class Placement:
         return devices.local_replicas(self.mesh)
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         """A device of this process, to query capabilities."""
         return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
 
@@ -85,17 +86,17 @@ class Placement:
         """Transfer values to the devices; those already there are not copied."""
         return [self._place(value, self.everywhere) for value in values]
 
-    def own(self, value: object) -> Any:
+    def own(self, value: object) -> jax.Array:
         """A copy of a value on the devices that a loop may overwrite."""
         # Copied even if placing it made a copy: on a CPU `device_put` may alias the caller's memory,
         # which a donated buffer would overwrite.
         return jnp.copy(self._place(value, self.everywhere))
 
-    def own_each(self, value: object) -> Any:
+    def own_each(self, value: object) -> jax.Array:
         """The same for a value that differs per replica: dim 0 is the replica dim."""
         return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
 
-    def _place(self, value: object, sharding: jax.sharding.Sharding) -> Any:
+    def _place(self, value: object, sharding: jax.sharding.Sharding) -> jax.Array:
         """A value on the devices; with several processes, each has the value and places its part."""
         if self.in_one_process:
             return jax.device_put(value, sharding)
@@ -105,7 +106,7 @@ class Placement:
         array = np.asarray(value)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def readable(self, value: jax.Array) -> Any:
+    def readable(self, value: jax.Array) -> jax.Array:
         """A value on the devices that this process can read alone; all processes must call this.
 
         A replicated value is read from a local device; any other is gathered.
@@ -116,6 +117,6 @@ class Placement:
             value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
         return value.addressable_data(0)
 
-    def to_host_memory(self, value: jax.Array) -> Any:
+    def to_host_memory(self, value: jax.Array) -> jax.Array:
         """A value on the devices, moved to the memory of their host."""
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))

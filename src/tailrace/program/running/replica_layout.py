@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import Var, value_of
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Piece, SegmentProgram
@@ -76,7 +77,7 @@ class ReplicaLayout(LoopLayout):
             if var not in loop.reads:
                 del known[var]
 
-    def carried(self, state: LoopState) -> Any:
+    def carried(self, state: LoopState) -> Tree:
         """The loop's current carry, as a tree like the one it was given."""
         return jax.tree.unflatten(self._program.traced.out_structure, self.held(state))
 
@@ -99,7 +100,7 @@ class ReplicaLayout(LoopLayout):
 
     def digests(
         self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
-    ) -> Any:
+    ) -> jax.Array:
         """The digest of each leaf of the carry, [leaves, 2]; in a program."""
         values = [
             jax.device_put(value, jax.memory.Space.Device) if var in self._hosted else value
@@ -126,7 +127,7 @@ class ReplicaLayout(LoopLayout):
         """The stage that the tensor was named in: -1, as there are none."""
         return entry.stage
 
-    def by_element(self, value: Any) -> Any:
+    def by_element(self, value: Tree) -> Tree:
         """The value unchanged: an iteration sends out one value per element."""
         return value
 

@@ -49,7 +49,7 @@ class FirstRows:
         return len(self.whole.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype."""
         return self.whole.dtype
 
@@ -127,7 +127,7 @@ class Packing:
             for number, parts in enumerate(arrays)
         ]
 
-    def unpack(self, arrays: list[Any]) -> Any:
+    def unpack(self, arrays: list[Any]) -> Tree:
         """The tree, from the arrays that the program returned; does not wait for them."""
         leaves = [
             arrays[number] if start is None else Packed(arrays[number], start, shape)

@@ -104,7 +104,7 @@ class Accumulation:
             return jnp.dtype(self.dtype)
         return check_dtype(self.dtype(parameter), f"the dtype chosen for {name!r}")
 
-    def zeros(self, params: Tree) -> Any:
+    def zeros(self, params: Tree) -> Tree:
         """Empty accumulators for `params`."""
         return jax.tree_util.tree_map_with_path(
             lambda path, p: jnp.zeros(p.shape, self.dtype_of(p, jax.tree_util.keystr(path))), params
@@ -112,13 +112,13 @@ class Accumulation:
 
     def add(
         self, accumulated: Tree, grads: Tree, number: jax.Array, share: jax.Array | None = None
-    ) -> Any:
+    ) -> Tree:
         """Add the gradient of microbatch `number` of the step to the accumulators.
 
         With weights, `share` is the fraction of this microbatch in the total weight so far.
         """
 
-        def one(acc: jax.Array, grad: jax.Array) -> Any:
+        def one(acc: jax.Array, grad: jax.Array) -> jax.Array:
             grad = grad.astype(acc.dtype)
             if share is not None:
                 # The step towards the new value that makes it the weighted mean so far: the
@@ -137,7 +137,7 @@ class Accumulation:
             return jax.tree.map(one, accumulated, grads)
 
 
-def apart(grad: jax.Array, number: jax.Array) -> Any:
+def apart(grad: jax.Array, number: jax.Array) -> jax.Array:
     """A gradient that XLA computes before it is added to a sum.
 
     XLA's CPU compiler adds the product of a matrix and a vector to a sum in one kernel, which rounds
@@ -150,7 +150,7 @@ def apart(grad: jax.Array, number: jax.Array) -> Any:
     return grad * jnp.where(number >= 0, 1, 0).astype(grad.dtype)
 
 
-def _check_microbatches(name: str, count: Any) -> int:
+def _check_microbatches(name: str, count: object) -> int:
     more = ": a step has at least one microbatch"
     return check_count(name, count, at_least=1, error=OptionError, more=more)
 

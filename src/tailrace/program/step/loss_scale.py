@@ -135,7 +135,7 @@ def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]
     return run
 
 
-def unscaled(grads: Tree, state: ScaleState) -> Any:
+def unscaled(grads: Tree, state: ScaleState) -> Tree:
     """The gradients of the loss, from those of the scaled loss; each keeps its dtype."""
 
     def one(grad: jax.Array) -> Any:
@@ -146,7 +146,7 @@ def unscaled(grads: Tree, state: ScaleState) -> Any:
     return jax.tree.map(one, grads)
 
 
-def all_finite(tree: Tree) -> Any:
+def all_finite(tree: Tree) -> jax.Array:
     """Whether all numbers of a tree are finite."""
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags)
@@ -165,7 +165,7 @@ def note_collapse(scale: float) -> None:
 
 def unless_skipped(
     rule: Callable[..., Any], args: Sequence[Any], taken: jax.Array, before: Tree
-) -> Any:
+) -> Tree:
     """The result of `rule(*args)`; if `taken` is false, `before`, a tree of the same structure.
 
     Each result is selected where it is computed, so that later ones (the update, from the moments) are
@@ -200,7 +200,7 @@ def unless_skipped(
     return jax.tree.unflatten(jax.tree.structure(form), results)
 
 
-def select(taken: jax.Array, after: Tree, before: Tree) -> Any:
+def select(taken: jax.Array, after: Tree, before: Tree) -> Tree:
     """Select one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), after, before)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 
@@ -30,7 +31,7 @@ class Precision:
     dtype: Any
 
     @classmethod
-    def of(cls, value: Any) -> Precision | None:
+    def of(cls, value: DTypeLike) -> Precision | None:
         """Parse the value of `precision=`: None, the name of a dtype, or a dtype."""
         if value is None:
             return None
@@ -45,11 +46,11 @@ class Precision:
             )
         return cls(dtype)
 
-    def narrow(self, tree: Tree) -> Any:
+    def narrow(self, tree: Tree) -> Tree:
         """A tree with its floats cast to this dtype; integers and 8-bit floats are unchanged."""
         return jax.tree.map(lambda x: x.astype(self.dtype) if _is_float(x) else x, tree)
 
-    def widen(self, tree: Tree) -> Any:
+    def widen(self, tree: Tree) -> Tree:
         """A tree with its leaves of this dtype cast to float32."""
 
         def one(x: object) -> Any:
@@ -59,16 +60,16 @@ class Precision:
         return jax.tree.map(one, tree)
 
 
-def same_dtypes(after: Tree, before: Tree) -> Any:
+def same_dtypes(after: Tree, before: Tree) -> Tree:
     """The tree `after` with its leaves cast to the dtypes of `before`."""
     return jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, before)
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: jax.Array) -> bool:
     # 8-bit floats are data that was quantized on purpose.
     return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
 
 
-def wide_dtype(dtype: np.dtype) -> Any:
+def wide_dtype(dtype: np.dtype) -> DTypeLike:
     """Float32, or a wider dtype itself. Not by promotion, which strict promotion refuses."""
     return jnp.float32 if dtype.itemsize < 4 else dtype

@@ -252,14 +252,14 @@ class Step(ABC):
         params = name_values("param", state.params, ALONE)
         return state._replace(params=params, loss_scale=scale)
 
-    def named_grads(self, kind: str, grads: Tree, state: TrainState) -> Any:
+    def named_grads(self, kind: str, grads: Tree, state: TrainState) -> Tree:
         """Gradients with names; observers see them unscaled."""
         if state.loss_scale is None:
             return name_values(kind, grads, ALONE)
         name_values(kind, scaling.unscaled(grads, state.loss_scale), ALONE)
         return grads
 
-    def weight(self, batch: Tree) -> Any:
+    def weight(self, batch: Tree) -> jax.Array | None:
         """The weight of a microbatch, a float32 scalar; None if all count alike."""
         if self.accumulation.weight is None:
             return None
@@ -281,7 +281,7 @@ class Step(ABC):
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: TensorLike) -> Any:
+def share_of(weight: jax.Array, total: TensorLike) -> jax.Array:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 

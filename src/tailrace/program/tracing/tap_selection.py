@@ -10,13 +10,14 @@ from typing import Any
 from tailrace.errors import SelectionError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.marks import COTANGENT, Tag
-from tailrace.jaxprs.walk import LOOP, SCAN, Place, tag_of, walk
+from tailrace.jaxprs.walk import LOOP, SCAN, Place, Position, tag_of, walk
 from tailrace.program.tracing.replica_drift import Differing
 from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Catalogue, Entry, matches
 from tailrace.taps.probe import COTANGENT_OF
 from tailrace.taps.tap import AnyTap, Chosen, choose, common_period, wanted_of
 from tailrace.taps.use_order import MADE_FOR_EACH, UseOrder
+from tailrace.taps.wanted import Wanted
 
 
 @dataclasses.dataclass
@@ -34,7 +35,7 @@ class Sight:
     period: int
 
     @property
-    def wanted(self) -> Any:
+    def wanted(self) -> dict[Position, list[Wanted]]:
         """The values that the rewriter must emit, by position."""
         return wanted_of(self.chosen)
 
