@@ -90,6 +90,7 @@ class BatchIterator:
         recipe = self.batches
         if not recipe.repeat and self._position >= recipe.batches_per_epoch:
             raise StopIteration
+        # The position alone decides the epoch and the batch in it: that is why seeking costs nothing.
         epoch, number = divmod(self._position, recipe.batches_per_epoch)
         start = number * recipe.batch_size
         stop = min(start + recipe.batch_size, recipe.num_examples)

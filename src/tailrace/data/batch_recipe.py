@@ -51,6 +51,7 @@ class BatchRecipe(ABC):
         arrays = map_with_paths(_as_array, self.arrays)
         num_rows = _common_leading_size(leaves_with_paths(arrays))
         left_out = tuple(sorted({int(row) for row in self.left_out}))
+        # They are sorted, so the first and the last decide for all.
         if left_out and not 0 <= left_out[0] <= left_out[-1] < num_rows:
             raise DataError(
                 f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: {left_out}."

@@ -34,6 +34,7 @@ class Batches(BatchRecipe):
 
     def keeping_rows(self) -> "Batches":
         """The same batches with a smaller last one, unless `drop_remainder=True`."""
+        # An explicit choice holds in evaluation too; only the default differs.
         return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
 
     def without(self, rows: npt.ArrayLike) -> "Batches":

@@ -37,6 +37,7 @@ def check_count(
     2
     """
     if is_whole(value) and (at_least is None or value >= at_least):
+        # A plain int: NumPy's would overflow in products, and JSON does not take it.
         return int(value)
     limit = "" if at_least is None else f" >= {at_least}"
     raise error(f"{name} must be a whole number{limit}{more}. Received: {name}={value!r}.")

@@ -30,6 +30,7 @@ class TensorFlowDataset(Dataset):
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A new iterator; a shuffle in the dataset reshuffles if it is configured to."""
+        # Without a position: TensorFlow's iterators have a state only in its own checkpoints.
         return map(to_numpy_tree, self._dataset.as_numpy_iterator())
 
 

@@ -149,6 +149,7 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
 def local_replicas(mesh: Mesh) -> int:
     """The number of a mesh's replicas that this process runs, or runs a stage of."""
     here = jax.process_index()
+    # A replica counts if any of its stages is here: its elements are needed on all of them.
     rows = mesh.devices.reshape(mesh.shape[REPLICA], -1)
     return sum(any(device.process_index == here for device in row) for row in rows)
 

@@ -32,6 +32,7 @@ def surroundings() -> dict[str, str]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": device.platform,
         "device": device.device_kind,
+        # A driver brings its own libraries of kernels, and another kernel may round differently.
         "driver": str(getattr(device.client, "platform_version", "")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         **{name: str(getattr(jax.config, name)) for name in _CONFIGURED},

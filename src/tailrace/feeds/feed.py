@@ -152,6 +152,7 @@ class HandedFeed(Feed):
 
     def elements_of(self, block: list[Any]) -> Block:
         """The elements of a block on the host; its rows may be indices into a dataset."""
+        # A front end may hand over rows of a dataset by number; it knows how to read them.
         return [leaf.elements() if hasattr(leaf, "elements") else leaf for leaf in block]
 
     def __repr__(self) -> str:

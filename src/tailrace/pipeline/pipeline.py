@@ -88,6 +88,7 @@ class Pipeline:
         self._weights = SharedWeights(shared)
         self.shared = self._weights.groups
         self.loss_fn = loss_fn
+        # One function is cut when it is traced; a list is read, and planned, now.
         self.function = stages if callable(stages) else None
         self.stages: tuple[tuple[Stage, ...], ...] = ()
         if not callable(stages):
@@ -166,6 +167,7 @@ class Pipeline:
             result = self.loss_fn(*values)
         if not has_state:
             return result
+        # A pair is always (loss, aux), as for a trainer's loss function.
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         return loss, (after, aux)
 
@@ -234,6 +236,7 @@ class Pipeline:
             try:
                 return stage(*own, *values)
             except (TypeError, ValueError) as error:
+                # A boundary inside the stage, or a nested check, has said already what is wrong.
                 if isinstance(error, PipelineError):
                     raise
                 raise PipelineError(

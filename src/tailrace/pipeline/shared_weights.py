@@ -63,6 +63,7 @@ class SharedWeights:
         flat, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
         by_name = {path_name(path): value for path, value in flat}
         for first, *others in self.groups:
+            # The same traced value in all places: differentiation adds up what flows back through each.
             by_name.update(dict.fromkeys(others, by_name[first]))
         return jax.tree.unflatten(structure, [by_name[path_name(path)] for path, _ in flat])
 

@@ -161,6 +161,7 @@ def _loop_body(
                 f"infeed must be a tr.InfeedQueue. Received: {type(infeed).__name__}. "
                 f"Wrap the dataset: tr.InfeedQueue(dataset)."
             )
+        # Already here: when the program runs, elements would have been taken for the wrong number.
         infeed.check_replicas(trace.replicas)
 
     def one_pass(counter: jax.Array, state: Tree) -> Tree:

@@ -115,6 +115,8 @@ class Finder(Visitor[Any, Frame]):
         if tag is not None and tag.role == "value":
             values = _floats(outputs[0])
             if values is not None and not np.isfinite(values).all():
+                # All names, also after the culprit is found: the message says which tensors it has
+                # reached.
                 self.bad.append(full_name(tag))
         return outputs
 
@@ -127,6 +129,7 @@ class Finder(Visitor[Any, Frame]):
             values = _floats(output)
             if values is None or np.isfinite(values).all():
                 continue
+            # Operands that were bad already: then the operation only passes on what another one made.
             had_nan = any(v is not None and np.isnan(v).any() for v in before)
             had_other = any(v is not None and not np.isfinite(v).all() for v in before)
             nan = np.isnan(values).any()

@@ -117,6 +117,7 @@ class Observed:
         known.update(zip(traced.jaxpr.invars, leaves, strict=True))
         records = Records()
         for executable in executables:
+            # A call is a step: keys differ from call to call, as from step to step.
             emitted, _ = executable.run(state, Numbers(self._seed, self.calls))
             found = take_records(emitted, sight.chosen, first_step=self.calls, steps=1, replicas=1)
             for record in found:
@@ -139,6 +140,7 @@ class Observed:
 
     def _version(self, args: tuple[Any, ...]) -> tuple[Traced, Sight, list[Executable]]:
         leaves, structure = jax.tree.flatten(args)
+        # By type, weak types included, as `jax.jit` does.
         key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
         if key not in self._versions:
             traced, entries = self._trace(args)

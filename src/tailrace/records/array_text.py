@@ -179,6 +179,8 @@ class PrintOptions:
         finite = np.abs(shown.astype(_wide(shown.dtype)).ravel())
         finite = finite[np.isfinite(finite)]
         largest = float(finite.max()) if finite.size else 0.0
+        # Places before the point, of the largest value: all shown values get as many decimals as
+        # are left.
         whole = len(str(int(largest)))
         if self._is_scientific(largest, whole):
             return lambda value: f"{_plain(value):.{self.digits - 1}e}"

@@ -32,6 +32,7 @@ def small_curve(values: np.ndarray, width: int = 240, height: int = 48) -> str:
             lines.append(line)
             line = []
     drawn = "".join(
+        # A line needs two points: a single value between gaps is drawn twice, as a dot.
         f'<polyline points="{" ".join(line if len(line) > 1 else line * 2)}" fill="none" '
         f'stroke="#1b6ca8" stroke-width="1.5" stroke-linecap="round"/>'
         for line in [*lines, line]

@@ -61,6 +61,7 @@ def small_svg(counts: np.ndarray, width: int = 480, height: int = 120) -> str:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
     # A picture for a notebook needs no axis: one format as a reference shows the scale.
     half = FORMATS[0]
+    # One bin of margin on each side, so that the outermost bars are seen to end.
     low, high = there[0] - BIAS - 1, there[-1] - BIAS + 2
     each = width / (high - low)
     least, most = max(low, half.least_exponent), min(high, 16)

@@ -32,6 +32,7 @@ FIELDS = {
 def group_of(leaf: str) -> str:
     """The group of a leaf of the training state; the loss scale counts as the optimizer's."""
     for group, start in FIELDS.items():
+        # With a slash behind it: parameters that are a single array are the leaf "params" itself.
         if f"{leaf}/".startswith(start):
             return group
     return "optimizer"

@@ -184,6 +184,7 @@ class History:
 
     def last(self) -> dict[str, float]:
         """The values of the last step."""
+        # A validation may come before the first step; the columns of steps are then empty.
         names = self.names if len(self) else self._validations
         return {name: float(self[name][-1]) for name in names}
 
@@ -194,6 +195,7 @@ class History:
             arrays["weights"] = self._weights.values()
         validations = {name: np.array(v) for name, v in self._validations.items()}
         marks = {f"fingerprints/{name}": a for name, a in self.fingerprints.items()}
+        # Without fingerprints nothing is stored of them, not even empty columns.
         marks = marks if len(self._fingerprints) else {}
         return {**arrays, **validations, **marks, "validated": self.validated}
 
@@ -223,6 +225,7 @@ class History:
             elif name == "validated":
                 history._validated = [int(step) for step in array]
             else:
+                # Everything else is a validation: their names have the prefix already.
                 history._validations[name] = [float(value) for value in array]
         history._fingerprints = FingerprintLog.of(marks) if marks else FingerprintLog()
         return history

@@ -72,6 +72,7 @@ class Part:
         """The finished record: flat, tagged, statistics merged."""
         one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
         several = replicas > 1
+        # A collected value has no loop dims, or one: that of the executions that were joined.
         loops = len(self.ends[:1]) if self.collected else one.loops
         # Equal on all replicas, as the program shows: one copy is recorded, without a replica.
         if several and not one.differs:
@@ -124,6 +125,7 @@ class Part:
         if not counts and self.collected:  # one value per execution has the tag of its last step
             start += self.steps - 1
         elif self.one.tap.period > 1 and self.period > 1:
+            # Looks are at fixed steps of the training, wherever this execution began.
             start, stride = start + self.period - 1 - start % self.period, self.period
         first, count = 0, math.prod(counts[1:])
         if self.one.tap.mode is Mode.FINAL:  # the last microbatch of the last step
@@ -137,6 +139,7 @@ def _grid(
     at: range | tuple[int, ...], microbatch: int, microbatches: int, replicas: int
 ) -> tuple[np.ndarray, ...]:
     """Step, microbatch and replica of all values of the steps `at`; read-only."""
+    # Cached by what decides them: the tensors of a step have the same tags, and there may be hundreds.
     steps = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.array(at)
     micro = microbatch + np.arange(microbatches)
     grid = np.meshgrid(steps, micro, np.arange(replicas), indexing="ij")

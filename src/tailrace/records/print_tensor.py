@@ -93,6 +93,7 @@ def print_tensor(
     if not is_tracing():  # a plain jax.jit, or a gradient outside of any program
         return _printed(x, title, show, print_gradient)
     trace = current_trace("tr.print_tensor")
+    # Numbered like an enqueue: a print that differentiation drops is an error, not silence.
     site = trace.new_site("tr.print_tensor")
     tag = Tag("print", title, payload=show, follow_gradient=print_gradient, site=site)
     return mark(x, tag)

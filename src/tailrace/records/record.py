@@ -70,6 +70,7 @@ def curve_of(record: Record) -> str:
     if not len(record):
         return ""
 
+    # Layers of a scan have a value each: their mean is drawn.
     return small_curve(np.asarray(values, np.float64).reshape(len(record), -1).mean(axis=1))
 
 

@@ -52,6 +52,7 @@ class Records(Mapping[Any, Record]):
     def add(self, record: Record | Part) -> None:
         """Append the records of one execution; they are converted when they are first read."""
         with self.runs.changed:
+            # With a run directory the records are on disk, and `_held` reads them from there.
             if self._stored is None:
                 self._parts.setdefault((record.name, record.kind), []).append(record)
             if isinstance(record, Part) and getattr(record.one.tap, "live", False):
@@ -183,6 +184,7 @@ def take_records(
         if isinstance(key, StatsKey):
             # Once for the whole pack: each copy from a device has a fixed cost.
             packed = np.asarray(emission.value)
+            # Tensors of a step are packed in one array; a part is a view of its rows.
             for name, size, rows in key.parts():
                 arrays[name] = (packed[..., rows, :], emission.valid, size)
         elif isinstance(key, tuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from tailrace.records.parts import Part
@@ -46,8 +47,6 @@ class Finished:
     @property
     def nbytes(self) -> int:
         """The approximate memory it holds."""
-        import jax
-
         # By the arrays alone: a queue of finished executions is bounded by memory, not by their number.
         arrays = [*self.scalars.values(), *jax.tree.leaves([part.value for part in self.parts])]
         return sum(array.nbytes for array in arrays)

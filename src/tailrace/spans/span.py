@@ -102,6 +102,7 @@ def counter(name: str, value: Any) -> None:
     if not open_now:
         return
     try:
+        # Here, not in the recorder: without a trace, a value on a device is never read.
         number = float(value)
     except (TypeError, ValueError) as error:
         raise OptionError(
@@ -130,6 +131,8 @@ class Execution:
     __slots__ = ("_recorders", "_started")
 
     def __init__(self) -> None:
+        # Taken once: a trace that opens between preparation and dispatch does not see half an
+        # execution.
         self._recorders = recorder.recorders()
         self._started = 0
         for each in self._recorders:
@@ -152,6 +155,7 @@ class Execution:
     ) -> None:
         """Called after that; `ticket` is ready when the execution has finished."""
         for each in self._recorders:
+            # Its end is not known yet: the recorder's thread adds it, and makes the `Ran` then.
             made = functools.partial(
                 Ran, first_step=first_step, steps=steps, program=program, plan=plan
             )

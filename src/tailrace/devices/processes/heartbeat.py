@@ -104,6 +104,7 @@ class Heartbeat:
                 f"tailrace: process 0 of {self._count}, the coordinator, has not answered for "
                 f"{self._limit_s:g} seconds: it is stopped, dead or cut off. Process {self._here} ends."
             )
+        # After the coordinator: without its answers all others look silent.
         late = [other for other, (_, at) in self._last_signs.items() if now - at > self._limit_s]
         if not late:
             return None

@@ -26,6 +26,7 @@ def in_a_cluster() -> bool:
     """Whether JAX detects the processes itself: Slurm, Open MPI, Kubernetes, a TPU pod."""
     environment = os.environ
     several = [environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    # Of one task, too, these variables are set: an interactive job of Slurm is a single process.
     if any(text.isdigit() and int(text) > 1 for text in several):
         return True
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -39,6 +40,7 @@ def check_address(address: str | None, count: int | None, number: int | None) ->
     """Check the arguments, before anything waits for them."""
     if count is None or number is None:
         return
+    # Before the roll call: a process with a wrong number would make the others wait for the timeout.
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (count, number))
     if not whole or count < 1 or not 0 <= number < count:
         raise DistributedError(

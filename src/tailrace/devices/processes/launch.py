@@ -187,6 +187,7 @@ def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched |
             if code is not None and one in running:
                 running.discard(one)
                 tell(f"-{one.process.pid}")  # the system may reuse its pid from now on
+            # Not zero and not None. The first failure is the cause; the others may fail because of it.
             if code:
                 return one
         if all(code == 0 for code in codes):

@@ -149,6 +149,7 @@ class _Roll:
         if report is None or not self._is_believed(report):
             self._drop(connection)
             return None
+        # Sent to that process and to all others: the roll call cannot succeed any more.
         problem = _contradiction(report, self._here, self._count)
         if problem is not None:
             _tell([connection], {"error": problem})

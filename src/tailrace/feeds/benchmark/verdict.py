@@ -93,6 +93,7 @@ bottleneck, by 5.9 times.
 def _median_rate(benchmark_json: str | Mapping[str, Any]) -> float:
     try:
         loaded = json.loads(benchmark_json) if isinstance(benchmark_json, str) else benchmark_json
+        # The median, not the mean: the first epoch opens the dataset, and a slow one is an accident.
         rate = statistics.median(epoch["elements_per_second"] for epoch in loaded["epochs"])
         # NaN is refused too: it is not greater than 0.
         if not rate > 0:

@@ -90,6 +90,7 @@ def _verdict(plans: Sequence[PlannedTicks]) -> str:
     """The comparison in one line."""
     ticks = " against ".join(str(plan.num_ticks) for plan in plans)
     stash = " against ".join(str(stash_total(plan)) for plan in plans)
+    # Inference stashes nothing.
     return f"{ticks} ticks" + (f"; {stash} stash slots" if plans[0].training else "")
 
 

@@ -30,6 +30,7 @@ def visible(count: int, limit: int) -> list[int | None]:
     """The indices to show out of `count`: all, or start, middle and end, None for each gap."""
     if count <= limit:
         return list(range(count))
+    # Three parts: the ramp-up, a piece of the steady state, and the ramp-down.
     part = max(limit // 3, 1)
     head, middle = max(limit - 2 * part, 1), (count - part) // 2
     kept = {*range(head), *range(middle, middle + part), *range(count - part, count)}

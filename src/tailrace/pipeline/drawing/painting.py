@@ -77,6 +77,7 @@ def _paint_column(canvas: Canvas, panel: Panel, column: Column) -> None:
     place = {(lane.device, lane.stage): lane.y for lane in panel.lanes}
     for unit in panel.ticks[column.tick]:
         y = place.get((unit.device, unit.stage))
+        # A device that is left out has no lane, and a Grouped tick has a column for each kind.
         if y is None or unit.kind not in column.kinds:
             continue
         canvas.rect(
@@ -87,6 +88,7 @@ def _paint_column(canvas: Canvas, panel: Panel, column: Column) -> None:
             column.x + column.width / 2,
             y + CELL / 2 + 4,
             text,
+            # Four digits do not fit into a cell at the usual size.
             size=11.5 if len(text) < 4 else 9,
             fill="#ffffff",
             anchor="middle",

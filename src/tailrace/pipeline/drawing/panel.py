@@ -134,4 +134,5 @@ def _lane_label(plan: PlannedTicks, stage: int, device: int) -> str:
     if name is not None:
         return "+".join(name[i] for i in members)
     group = len(plan.placement[stage]) > 1
+    # Members of a group have no numbers of their own in a plan: letters tell them apart.
     return f"stage {stage}" + ("".join(chr(ord("a") + i % 26) for i in members) if group else "")

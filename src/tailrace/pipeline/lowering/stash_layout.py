@@ -90,6 +90,7 @@ class StashLayout(Layout):
                 continue
             place = 0
             for var, form in zip(row.variables, row.forms, strict=True):
+                # Slices at constant offsets, which XLA fuses into the operations that read them.
                 part = lax.slice_in_dim(value, place, place + form.size)
                 found[var] = wrapped(part.reshape(form.stored.shape), form)
                 place += form.size

@@ -123,4 +123,5 @@ def per_pass(count: int, round_of: int) -> int:
     (10, 7, 97, 1)
     """
     most: Sequence[int] = range(min(count, _ROUNDS * round_of), 2 * round_of - 1, -1)
+    # At least two rounds: a pass of one round would be all ramp-up and ramp-down.
     return next((piece for piece in most if count % piece == 0), count)

@@ -85,6 +85,7 @@ def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacemen
             len(each) if isinstance(each, tuple | list) else 1
             for each in pipeline.device_mapping or ()
         )
+        # Of the plan, not of the stages: several stages may share a device.
         stages = len(pipeline.plan(sizes).devices)
         return PipelinePlacement(resolve_replicas(replicas, stages), stages)
     # "As many replicas as fit" needs the number of devices of one, which only the trace shows.

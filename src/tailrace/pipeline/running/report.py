@@ -125,6 +125,7 @@ def report(
     stages = tuple(_stage(a, who, times) for who in a.jobs.jobs if who[0] == "F")
     layouts = [a.held_layout, a.carry_layout, a.stash_layout]
     devices = range(a.num_devices)
+    # All devices have buffers of the same shapes: what one of them does not use is padding.
     common = sum(layout.nbytes for layout in layouts)
     # Sent and received bytes; on one device these are the same.
     messages = min(a.num_devices, 2) * sum(channel.layout.nbytes for channel in a.channels)

@@ -103,6 +103,7 @@ def _group_size(entry: object, index: int) -> int:
                 f"supported. Stage {index} is {entry!r}. Write its members in one flat list."
             )
         size = len(entry)
+    # A number is a size; anything else that is no list (a name, a function) is one stage.
     elif isinstance(entry, int) and not isinstance(entry, bool):
         size = entry
     else:
@@ -189,6 +190,7 @@ def _read_entry(entry: Any, size: int | None, stage: int) -> int | tuple[int, ..
 
 def _read_device(value: object, stage: int) -> int:
     device = whole_number(value, f"device_mapping[{stage}]")
+    # The original spreads a stage over all devices with -1; here that is a group.
     if device < 0:
         raise PlanError(
             f"Devices are numbered from 0. Stage {stage} is mapped to {device}. To spread a stage "

@@ -97,6 +97,7 @@ def from_text(text: str) -> dict[str, Any]:
         if key.strip() == "ticks":
             value["ticks"] = _read_ticks(lines[number + 1 :], rest.strip(), number + 2)
             break
+    # The text has JSON after these names: lists of lists need no notation of their own.
     for key in ("microbatches", "devices", "names"):
         if key in value:
             value[key] = _value(value[key], key)
@@ -139,6 +140,7 @@ def _read_tick(line: str, number: int) -> list[tuple[Any, ...]]:
 
 def _fields(value: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Plan` from the parsed fields, or an error for missing ones."""
+    # Required, without defaults: a plan that says less than it means would be read as another plan.
     missing = [key for key in _FIELDS if key not in value]
     if missing:
         raise PlanError(f"The plan does not say its {', '.join(missing)}; it needs all of these.")

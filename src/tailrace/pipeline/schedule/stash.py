@@ -92,6 +92,7 @@ def in_bytes(plan: PlannedTicks, sizes: Sequence[Any]) -> StashBytes:
         held = slots(plan, stage)
         stages.append(held * sum(each))
         for device, member in zip(plan.placement[stage], each, strict=True):
+            # By device, not by stage: a device with several stages holds all their slots at once.
             devices[device] += held * member
     return StashBytes(tuple(stages), devices, sum(stages), max(devices.values()))
 

@@ -195,6 +195,7 @@ def what_if(
             case = Case(len(cut) + 1, number, schedule, mode, count, cut)
             layers = _Layers(forward, back, updates, stash_bytes, transfer, training, alone)
             cases.append(layers.answer(case))
+    # Per microbatch, so that counts can be compared; cases that cannot run have infinity and come last.
     return WhatIf(tuple(sorted(cases, key=lambda case: case.per_microbatch)))
 
 

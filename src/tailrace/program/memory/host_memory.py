@@ -78,6 +78,7 @@ def obstacle(device: Device, guarded: bool) -> str | None:
         return f"the device does not list its memories ({error})"
     if HOST_MEMORY not in kinds:
         return f"a {device.device_kind} has no {HOST_MEMORY} memory"
+    # Last, so that the message names a choice of the user only where the device could do it.
     if guarded:
         return (
             "tr.stop_on_nonfinite keeps the state from before each execution, which takes the memory "

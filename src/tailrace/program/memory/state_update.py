@@ -151,6 +151,7 @@ class HeldUpdate:
         form = self.graph.outputs[number].aval
         if self._form(number) == PIECE:
             form = self.keeping.shares.form(form)
+        # Only its shape matters: the loop runs exactly once and overwrites it.
         return jnp.zeros(form.shape, form.dtype)
 
     # -- results and their names ----------------------------------------------------------------

@@ -50,6 +50,7 @@ def compiled_program(
     program = compiled(lowered, options, platform)
     with _lock:
         _kept[key] = program
+        # The oldest first: a sweep of many models would otherwise keep all of them alive.
         while len(_kept) > MOST:
             _kept.popitem(last=False)
     return program, False

@@ -31,6 +31,8 @@ class LoopLayout(ABC):
     """
 
     def __init__(self, program: TracedLoop, placement: Placement) -> None:
+        # The placement comes from the layout: a pipeline knows its devices only once the loop is
+        # traced.
         self._program, self.placement = program, placement
 
     @abstractmethod

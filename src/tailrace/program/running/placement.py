@@ -104,6 +104,7 @@ class Placement:
             # A value that no process can read whole is moved by a program that all of them run.
             return jax.jit(lambda x: x, out_shardings=sharding)(value)
         array = np.asarray(value)
+        # Every process has the whole value and places the parts of its own devices: nothing is sent.
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def readable(self, value: jax.Array) -> jax.Array:

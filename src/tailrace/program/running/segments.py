@@ -66,6 +66,7 @@ class Segment:
 
 def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
     """The segments of a program, with the equations at the indices `loops` separate."""
+    # Between separate loops the rest stays together: each segment is a dispatch.
     alone = set(loops)
     groups: list[tuple[int, int]] = []
     start = 0

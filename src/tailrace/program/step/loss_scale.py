@@ -95,6 +95,8 @@ class LossScale:
         if isinstance(value, str) and value == "dynamic":
             return cls()
         if _is_scale(value):
+            # A fixed scale is the same rule with factors of one: bad steps are skipped, and nothing
+            # changes.
             return cls(float(value), 1.0, 1.0, 1)
         raise OptionError(
             f"loss_scale is None, a positive number, 'dynamic' or a tr.LossScale. Received: "
@@ -148,6 +150,8 @@ def unscaled(grads: Tree, state: ScaleState) -> Tree:
 
 def all_finite(tree: Tree) -> jax.Array:
     """Whether all numbers of a tree are finite."""
+    # Leaf by leaf: the gradients are on the devices of their stages in a pipeline, and one flag
+    # each is all that has to be sent.
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags)
 
@@ -179,6 +183,8 @@ def unless_skipped(
     kept = [
         x if x.dtype == f.dtype else x.astype(f.dtype) for x, f in zip(kept, forms, strict=True)
     ]
+    # By variable: what is computed for a result is replaced at once by the selected value, and
+    # every later equation reads that.
     outputs = list(zip(jaxpr.outvars, kept, strict=True))
     old = {var: value for var, value in outputs if isinstance(var, Var)}
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))

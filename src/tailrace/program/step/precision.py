@@ -55,6 +55,7 @@ class Precision:
 
         def one(x: object) -> Any:
             x = jnp.asarray(x)
+            # Only this dtype: what the function itself cast to another one, it wanted there.
             return x.astype(wide_dtype(x.dtype)) if x.dtype == self.dtype else x
 
         return jax.tree.map(one, tree)

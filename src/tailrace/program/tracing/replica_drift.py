@@ -70,6 +70,7 @@ class Differing(Visitor[bool, None]):
         """A result differs if any operand does; elements and keys always do."""
         differs = any(inputs) or is_dequeue(eqn)
         if (ambient := ambient_in(eqn)) is not None:
+            # The step and the microbatch are the same on all replicas.
             differs = ambient.what in ("key", "replica")
         # The second is a promise of the function that marks it: accumulators differ within a step, and
         # are reduced and cleared at its end.
