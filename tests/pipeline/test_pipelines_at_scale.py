@@ -138,7 +138,7 @@ def test_every_option_with_every_other_in_a_pipeline(as_if_moved, chosen):
     assert_close(pipelined.state.optimizer_state, expected.state.optimizer_state)
     messages = " ".join(pipelined.decisions)
     assert ("between updates" in messages) == (STATE in chosen)
-    assert ("shared out over 2 replicas" in messages) == (SHARES in chosen)
+    assert ("sharded over 2 replicas" in messages) == (SHARES in chosen)
     assert ("what forwards keep for backwards" in messages) == (ACTIVATIONS in chosen)
     assembly = pipelined.engine.runner.assembly
     assert any(assembly.held_layout.hosted) == (STATE in chosen)

@@ -129,7 +129,7 @@ def test_the_same_training(as_if_moved, name):
     assert_close(held.history.loss, plain.history.loss)
     assert_close(held.state, plain.state)
     (messages,) = held.engine.memory.held_activations.said
-    assert "wait in the host's memory" in messages
+    assert "are kept in host memory" in messages
     assert ("what loops carry" in messages) == (name == "scanned")
 
 
@@ -161,7 +161,7 @@ def test_with_the_optimizers_state_on_the_host_and_in_shares(as_if_moved, monkey
     held = trained(*MODELS["deep"], **dict.fromkeys(others, True), **both)
     messages = " ".join(held.decisions)
     assert ("are in the host's memory" in messages) == (STATE in others)
-    assert ("shared out over 2 replicas" in messages) == (SHARES in others)
+    assert ("sharded over 2 replicas" in messages) == (SHARES in others)
     assert_close(held.state, trained(*MODELS["deep"], offloaded=False, **both).state)
 
 
@@ -307,7 +307,7 @@ def test_small_activations_are_neither_sent_nor_computed_again(as_if_moved, monk
 def test_explain_says_what_waits_on_the_host(as_if_moved):
     trainer = tr.Trainer(*(deep, optax.sgd(0.1), kernels()), offload_activations=True)
     shown = str(trainer.explain(data(1)[0]))
-    assert "Activations: of a microbatch 0.0 MB wait in the host's memory" in shown
+    assert "Activations: of a microbatch 0.0 MB are kept in host memory" in shown
     assert "(what crosses the cuts into 4 parts); the rest is computed again" in shown
 
 

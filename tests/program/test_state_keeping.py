@@ -110,7 +110,7 @@ def test_each_replica_holds_one_share(small_leaves):
     shown = trainer.explain(regression(1)[0])
     assert shown.parts["optimizer state"] < 0.4 * whole
     assert "6 of 7 leaves" in str(shown)
-    assert "shared out over 4 replicas" in str(shown)
+    assert "sharded over 4 replicas" in str(shown)
 
 
 def test_records_of_shared_state_are_whole(small_leaves):

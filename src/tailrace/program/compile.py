@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
-from tailrace.errors import OptionError, ProgramError
+from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
@@ -33,7 +33,7 @@ from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.frame import Emission
 from tailrace.taps.naming import Namer
-from tailrace.taps.tap import MOST_BYTES, AnyTap, Observe, StopOnNonfinite, check_bytes, parse_taps
+from tailrace.taps.tap import MOST_BYTES, AnyTap, Observe, check_bytes, parse_taps, refuse_guards
 
 
 def compile(
@@ -76,11 +76,7 @@ def compile(
         10.0 [ 1.  3.  6. 10.]
     """
     taps = parse_taps(observe)
-    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
-        raise OptionError(
-            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
-            "apart. In a hand-written program, tap the tensors and look at their NaN counts."
-        )
+    refuse_guards(taps, "a hand-written program")
     return Program(
         function,
         replicas=resolve_replicas(replicas),

@@ -28,7 +28,7 @@ from tailrace.program.tracing.trace import Traced, trace_program
 from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.naming import Namer
-from tailrace.taps.tap import MOST_BYTES, Observe, StopOnNonfinite, check_bytes, parse_taps
+from tailrace.taps.tap import MOST_BYTES, Observe, check_bytes, parse_taps, refuse_guards
 
 
 def observe(
@@ -72,11 +72,7 @@ def observe(
     if not callable(function):
         raise OptionError(f"tr.observe wraps a function of arrays. Received: {function!r}.")
     taps = parse_taps(taps)
-    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
-        raise OptionError(
-            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
-            "apart. In a plain function, tap the tensors and look at their NaN counts."
-        )
+    refuse_guards(taps, "a plain function")
     return Observed(function, taps, check_seed(seed), observe_bytes, device)
 
 

@@ -297,6 +297,15 @@ def parse_taps(observe: Observe) -> list[Tap | StopOnNonfinite]:
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
+def refuse_guards(taps: Sequence[AnyTap], where: str) -> None:
+    """Refuse guards where there is no trainer: nothing keeps the state from before a bad step."""
+    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
+        raise OptionError(
+            f"tr.stop_on_nonfinite guards the steps of a tr.Trainer, which returns to the state before "
+            f"a bad step. In {where}, tap the tensors and look at their NaN counts."
+        )
+
+
 def common_period(taps: Sequence[AnyTap]) -> int:
     """The period that serves all periodic taps: the greatest common divisor of theirs."""
     # One loop structure serves all taps. With periods of 10 and 15 the device looks every 5 steps, and

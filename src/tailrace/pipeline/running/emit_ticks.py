@@ -257,7 +257,7 @@ def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
             after[key] = jax.tree.map(put, emitted[key], new)
         elif key[0].collect == "sum":
             after[key] = jax.tree.map(jnp.add, emitted[key], new)
-        # Only the last one is kept. A stage takes microbatches in order, so it is that of the last.
+        # Only the last value is kept: a stage takes microbatches in order, so it is the last one's.
         else:
             after[key] = new
     return after

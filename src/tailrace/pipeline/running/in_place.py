@@ -19,7 +19,7 @@ from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
 
 
-def once_if(condition: jax.Array, body: Callable[[Any], Any], carried: Tree) -> Tree:
+def once_if(condition: jax.Array | bool, body: Callable[[Any], Any], carried: Tree) -> Tree:
     """`body(carried)` if the condition holds, else `carried`; updated in place.
 
     >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()

@@ -91,7 +91,7 @@ def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacemen
     # "As many replicas as fit" needs the number of devices of one, which only the trace shows.
     if replicas is None:
         raise PipelineError(
-            "How many copies of a pipeline the devices hold is known once its stages are. Give "
-            "replicas=, or tr.Pipeline(device_mapping=...)."
+            "How many copies of a pipeline fit on the devices is known only when its stages are. "
+            "Give replicas=, or tr.Pipeline(device_mapping=...)."
         )
     return PipelinePlacement(resolve_replicas(replicas), 0)

@@ -117,7 +117,7 @@ class HeldActivations:
             what = [f"what crosses the cuts into {len(cut.parts)} parts"] if sent else []
             what += ["what loops carry"] if loops else []
             message = (
-                f"Activations: of a microbatch {(sent + loops) / 1e6:,.1f} MB wait in the host's "
+                f"Activations: of a microbatch {(sent + loops) / 1e6:,.1f} MB are kept in host "
                 f"memory ({' and '.join(what)}); the rest is computed again."
             )
             logger.info(message)

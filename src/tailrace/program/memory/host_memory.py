@@ -94,7 +94,7 @@ def check_activations(wanted: object) -> None:
 
 
 _INSTEAD = (
-    "Leave it out, share the state out over replicas (shard_optimizer_state=True), or use an "
+    "Leave it out, shard the state over replicas (shard_optimizer_state=True), or use an "
     "optimizer with less state."
 )
 """Advice for optimizers with too much state."""

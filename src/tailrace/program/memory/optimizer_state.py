@@ -256,7 +256,7 @@ def is_tapped(taps: Sequence[AnyTap], name: str, form: jax.ShapeDtypeStruct) -> 
 def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -> str:
     size, total = _bytes_of(leaves, shared), _bytes_of(leaves)
     return (
-        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB are shared out over {replicas} "
+        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB are sharded over {replicas} "
         f"replicas ({sum(shared)} of {len(leaves)} leaves; those of fewer than {LEAST} elements stay "
         f"whole)."
     )
