@@ -161,8 +161,8 @@ class Model:
             if len(several := self.users(index)) > 1:
                 raise PipelineError(
                     f"The gradient of one microbatch is changed by a function of it, but that of "
-                    f"{self.names[index]!r} is the sum of parts that stages {several} compute on separate "
-                    f"devices, and that is computed once a step. Use the weight in one stage only, or "
+                    f"{self.names[index]!r} is the sum of parts that stages {several} make on separate "
+                    f"devices, and they are added up once a step. Use the weight in one stage only, or "
                     f"change the gradients of a step."
                 )
 
