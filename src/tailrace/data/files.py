@@ -148,7 +148,7 @@ def parse_json(text: bytes | str) -> Any:
     """
     try:
         return json.loads(text)
-    # `json` recurses: a few kilobytes of brackets would end the process with another exception.
+    # `json` recurses: a few kilobytes of brackets exceed Python's limit, which is no ValueError.
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -114,6 +114,6 @@ def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradien
         jax.debug.callback(lambda value: show(value, f"{title}_gradient"), gradient)
         return (gradient,)
 
-    # An identity with a backward rule: the only place where JAX hands over the gradient of a value.
+    # An identity with a backward rule: JAX hands the gradient of a value to such a rule only.
     same.defvjp(lambda value: (value, None), backward)
     return same(x)

@@ -10,6 +10,6 @@ Out: a `Plan`: which device runs which unit in which tick; its proof, price and 
     notation                             as text and as JSON
 
 Rules: plain data and arithmetic; nothing here imports JAX. A plan is never changed: another one is
-made. The executor reads it and never decides order itself. Everything that reads a plan takes
-`PlannedTicks`; only users and the front ends hold a `Plan`.
+made. The executor reads it and never decides order itself. What reads a plan here and
+in `drawing` takes `PlannedTicks`; users and the rest of Tailrace hold a `Plan`.
 """

@@ -11,5 +11,5 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
 
 Rules: pure functions of arrays; placement is decided elsewhere. There are two kinds of `Step`:
 `PlainStep`, and `PipelineStep` in `pipeline/lowering`, the same step in stages, which must compute the
-same numbers. Only `finish` touches parameters and optimizer state.
+same numbers. Only `finish` changes parameters and optimizer state.
 """
