@@ -106,7 +106,7 @@ class Sink(Protocol):
         returns its position, ready for JSON."""
         ...
 
-    def take_up(self, end: object) -> None:
+    def take_up(self, end: Mapping[str, Any] | None) -> None:
         """Prepare to resume from a checkpoint: everything after this mark is cut off."""
         ...
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -76,22 +76,6 @@ class Ran:
     failed: bool
 
 
-class Profiler(Protocol):
-    """A profiler of operations on the devices, which a recorder starts and stops."""
-
-    def before(self, program: jax.stages.Compiled) -> None:
-        """Called before an execution of a program is dispatched."""
-        ...
-
-    def after(self, ticket: jax.Array) -> None:
-        """Called after the dispatch; `ticket` is ready when the execution has finished."""
-        ...
-
-    def stop(self) -> None:
-        """Called when the trace ends."""
-        ...
-
-
 class Recorder:
     """Records events while it is open.
 
@@ -101,7 +85,7 @@ class Recorder:
             `tailrace.profiling.programs.device_operations`.
     """
 
-    def __init__(self, executions: range | None = None, profiler: Profiler | None = None) -> None:
+    def __init__(self, executions: range | None = None, profiler: Any = None) -> None:
         self.executions, self.profiler = executions, profiler
         self.slices: list[Slice] = []
         self.counts: list[Count] = []

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -36,8 +36,6 @@ from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
-
-Data = TypeVar("Data")
 
 _AFTER_S = 30
 """How much later than Tailrace JAX gives up a silent process: JAX exits without a clear message."""
@@ -165,7 +163,7 @@ class Share(Dataset):
                 yield element
 
 
-def share(dataset: Data, replicas: int) -> Data | Share:
+def share(dataset: object, replicas: int) -> Any:
     """The elements of `dataset` that this process feeds to its local replicas.
 
     Each process feeds its replicas from its dataset. If all processes can read the whole dataset, this

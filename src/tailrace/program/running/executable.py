@@ -58,7 +58,7 @@ class Executable:
     # -- compiling ------------------------------------------------------------------------------
 
     @property
-    def compiled(self) -> jax.stages.Compiled | None:
+    def compiled(self) -> Any:
         """The XLA executable; None before `compile`."""
         return self._compiled
 
