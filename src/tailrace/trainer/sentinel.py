@@ -113,6 +113,7 @@ class Sentinel:
         # Digests are taken in any case, whether this execution is chosen or not: corruption at rest is
         # found for the price of reading the state once.
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
+        # Before the run, which overwrites the state; a second state on the device, so only if chosen.
         copy = state.copied() if self.chooses(step) else None
         if self.injected is not None:
             self.injected(state)
@@ -127,6 +128,7 @@ class Sentinel:
         watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
         watch.digests = self.digests.take(runner, copy, None)
         watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
+        # The second run has replaced it; the ticket must have the inputs of the first.
         runner.origin = origin
         if loud is runner:
             runner.executions -= 1  # to everybody else it is one execution
@@ -146,6 +148,8 @@ class Sentinel:
                 wanted.setdefault(position, []).extend(wants)
             self._loud[runner] = runner.observing(wanted)
         loud = self._loud[runner]
+        # Each time, not once: a fit may have changed them since, and a loop with other room is
+        # another program, which may round otherwise.
         loud.capacity, loud.muted, loud.packed = runner.capacity, runner.muted, runner.packed
         loud.keep_elements = runner.keep_elements
         return loud
@@ -195,6 +199,8 @@ class Sentinel:
             return step, [name for name, first in found.items() if first == step]
         pairs = zip(losses, others, strict=True)
         differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
+        # Losses equal, state different: the fault came after the last loss was computed, as far as
+        # one can see.
         step = ticket.first_step + (differ[0] if differ else ticket.steps - 1)
         leaves = zip(
             self.digests.names, joined(ticket.digests[0]), joined(second.digests[0]), strict=True

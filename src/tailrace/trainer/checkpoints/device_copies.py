@@ -3,8 +3,7 @@
 The next execution overwrites the state, so it is copied on the device first: one dispatch, in the time
 of reading it once. The copies are transferred while training continues. A loop whose length is data
 asks the host after each step whether to continue, through the same channel, and waits there for
-transfers in
-flight: for 150 MB in one piece 70 ms, at the 2.1 GB/s measured on an H200.
+transfers in flight: 70 ms for 150 MB in one piece, at the 2.1 GB/s measured on an H200.
 """
 
 from __future__ import annotations
@@ -59,6 +58,8 @@ def copied(arrays: Mapping[str, Any]) -> dict[str, DeviceCopy]:
     for name, array in arrays.items():
         array = _of_one_device(jnp.asarray(array))
         if _is_simple(array):
+            # One jitted call for all arrays of a device: a dispatch for each leaf would take longer
+            # than the copies. A call has arrays of one set of devices only.
             together.setdefault(frozenset(array.sharding.device_set), {})[name] = array
         else:  # sharded over devices, or in another memory
             found[name] = DeviceCopy([jnp.copy(array)], array.shape, array.dtype)
@@ -87,6 +88,7 @@ def _pieces(array: Any, count: int) -> list[Any]:
 def _of_one_device(array: Any) -> Any:
     """A replicated array, as on one of its devices."""
     several = len(array.sharding.device_set) > 1
+    # Otherwise every replica would be copied, and one of the copies used.
     return array.addressable_data(0) if several and array.is_fully_replicated else array
 
 

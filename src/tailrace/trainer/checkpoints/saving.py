@@ -134,6 +134,7 @@ class Saving:
         """Hold the lock of the directory."""
         orbax_files.import_orbax()
         with ExitStack() as stack:
+            # One process holds the lock for all: a lock per process would refuse the others.
             first_does(lambda: stack.enter_context(self._writer.directory.writing()))
             if self._engine.digests is not None:  # whoever looks back needs the same kernels
                 stack.enter_context(choices_in(self.directory, write=distributed.writes()))
@@ -240,6 +241,7 @@ class Saving:
     def begin(self, fit: FitParts, fresh: bool) -> None:
         """Start; the state before the first step is saved too."""
         self._fit = fit
+        # The period counts from here: a fit that was just resumed has a checkpoint.
         self._writer.started_at(self._reached)
         if fresh:
             # A run that has rows has a checkpoint, however early the process is killed: with none, it
@@ -271,6 +273,8 @@ class Saving:
                 best=best and not ended,
             )
             if wait:
+                # All processes wait for the one that writes: none may end while the checkpoint is
+                # unfinished.
                 first_does(lambda: self._writer.wait(last=True))
 
     def look(self, logs: Mapping[str, float]) -> None:
@@ -289,6 +293,7 @@ class Saving:
             plain = {}
             for name, value in getattr(callback, "get_state", dict)().items():
                 if isinstance(value, np.ndarray | jax.Array):
+                    # By position, not by class: a script may have two callbacks of one class.
                     arrays[f"{CALLBACK}{number}/{name}"] = np.asarray(value)
                 else:
                     plain[name] = as_json(value, f"{type(callback).__name__}.get_state()[{name!r}]")
@@ -303,6 +308,7 @@ class Saving:
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
                 "optimizer": optimizer_text(engine.optimizer),
+                # Each process reads its own part of the data.
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
                 # For a replay: a loop with other room is another program, and may round otherwise.
@@ -311,6 +317,7 @@ class Saving:
                 "best": None if self.monitor is None else self.monitor.best,
             },
         }
+        # A mark, not a flush: the writer thread waits for the run directory, training does not.
         return Snapshot(arrays, note, fit.journal.mark())
 
 

@@ -38,6 +38,8 @@ class Snapshot:
 
     def whole_note(self) -> dict[str, Any]:
         """The note, with the end of the run, and what the bits of the state depend on."""
+        # `run_end` waits for the run directory before the checkpoint is written: a checkpoint ahead
+        # of its run could not be resumed.
         return {**self.note, "run": self.run_end(), SURROUNDINGS: surroundings()}
 
     def on_host(self) -> dict[str, np.ndarray]:
@@ -83,6 +85,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
         else jnp.asarray(found[name])
         for name in now
     ]
+    # All leaves at once, after all were checked: a refused checkpoint changes nothing.
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = int(note["step"]), int(note["seed"])
 

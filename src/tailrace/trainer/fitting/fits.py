@@ -97,6 +97,7 @@ class Fits:
 
     def _run(self, trainer: AnyTrainer, call: FitCall) -> None:
         engine, journal, feed = self._engine, self._journal, None
+        # Before `use`: a finished fit needs no program, and so no compilation.
         taken = call.take_up(journal)
         try:
             if taken is not None and taken.finished:

@@ -129,11 +129,15 @@ def replay(
     around = recorded.around(step)
     comparison = Comparison(recorded)
     with rerun.closing():
+        # Stop where executions ended: fingerprints were taken there, so they can be compared only
+        # there.
         for end in recorded.ends(rerun.step, step):
             comparison.take_all(rerun.advance(end))
         comparison.take_all(rerun.advance(step))
         seen = rerun.look()
         comparison.take(seen)
+        # On to the end of the execution that the step was in: its fingerprint is the only proof of
+        # the state after the step.
         if around is not None:
             comparison.take_all(rerun.advance(sum(around)))
     return replay_of(seen, comparison, note)
@@ -293,6 +297,7 @@ def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool
             f"the directory that fit(checkpoint=...) was given."
         )
     last = found[-1]
+    # `before` adds one: the state before the step after the last one is the end itself.
     if last.ended and step >= last.step + before:
         raise CheckpointError(
             f"A replay is of a step that was trained, and the last fit in {where!r} ended with step "
@@ -342,6 +347,7 @@ def recorded_in(
 ) -> Recorded:
     """What later checkpoints know of a step: each keeps the history of its fit."""
     count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+    # Newest first: each has the history of its whole fit, and the latest has the most of it.
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
         try:
             arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()

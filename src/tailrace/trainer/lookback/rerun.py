@@ -64,6 +64,8 @@ class Rerun:
         # Saved between two passes: what the fit did next was to read its dataset from the start.
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
+        # With the room that the training's loop had: another capacity is another program for XLA,
+        # which may round otherwise, and the replay must be bit-equal.
         self._longest: int = note["fit"].get("capacity") or CHUNK
         self._pair = RunnerPair(self.engine)
         self._pair.set_longest(self._longest)
@@ -171,6 +173,8 @@ class RunnerPair:
     def run(self, length: int, looking: bool = False, block: Staged | None = None) -> Results:
         """Run steps: on the next elements of the dataset, or on a block."""
         engine = self._engine
+        # `period=1`: periodic taps of a replay are for the one step that is looked at, whatever its
+        # number.
         engine.swap(self.loud if looking else self.silent)
         ticket = engine.dispatch(length, block=block, following=0, period=1)
         results = engine.collect(ticket)
@@ -181,6 +185,8 @@ class RunnerPair:
 
 def looking_back(taps: Sequence[Any], observe: Any) -> list[Any]:
     """The taps of a replay: those asked for, and what made the training skip steps."""
+    # A guard that skips changes the state, so a replay without it would take another way. One that
+    # stops changes nothing.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite) and tap.skips]
     return [*parse_taps(observe), *guards]
 
@@ -190,6 +196,7 @@ def twin_of(engine: Engine, observe: Any) -> Engine:
     observe = looking_back(engine.taps, observe)
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
     if engine.pipeline is not None:
+        # Shared weights are in the state once; a pipeline is given them in all their places.
         params = engine.pipeline.tie(params)
     twin: Engine = engine.again(params=params, model_state=model_state, observe=observe)
     return twin
