@@ -44,6 +44,7 @@ class Row:
         if before is None or before.fit != self.fit:
             return True
         went_back = self.first_step < before.first_step + before.steps
+        # `fit` is the first step of the fit: a second fit from the same step has the same number.
         return went_back and self.first_step == self.fit and not self.resumed
 
     @property
@@ -54,6 +55,7 @@ class Row:
     def cut(self, step: int) -> Row:
         """The part of it that counts after training went back to a step inside it."""
         steps = min(self.steps, step - self.first_step)
+        # Every step of an execution takes the same number of elements.
         return dataclasses.replace(self, steps=steps, count=self.count // self.steps * steps)
 
     def __str__(self) -> str:

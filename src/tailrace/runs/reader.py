@@ -93,6 +93,7 @@ class Run:
     def refresh(self) -> Run:
         """Update to what has been written since; returns the run itself."""
         self._root = open_root(self.directory, self._limit)
+        # Read once: all properties then speak of the same rows, however the run grows meanwhile.
         self._counts = committed(self.directory, self._root)
         self._history = None
         return self

@@ -236,8 +236,8 @@ class Engine:
         """
         runner, feed = self._programs.find(dataset)
         self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
-        # A guard runs a bad execution again up to its bad step; digests are taken of the elements on the
-        # device.
+        # A guard runs a bad execution again up to its bad step; digests are taken of the elements on
+        # the device.
         runner.keep_elements = self.guarded or self.digests is not None
         return feed
 

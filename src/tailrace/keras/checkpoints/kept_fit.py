@@ -30,6 +30,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
     """
     listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
+    # Before Keras looks at the data: it reads the first batches of an iterator to build the model.
     call["x"] = keeping.replay(call["x"])
     ended: list[Any] = []
     if keeping.finished:  # nothing is computed, and no callback is called

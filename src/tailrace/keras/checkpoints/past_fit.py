@@ -92,6 +92,8 @@ class PastTraining(Training):
             self._sharding = engine.placement.shared_out
             block.on(self._sharding, self.replicas)
         self._dirty = True
+        # A block of one step ran in a program without a loop (`Training._run`), which rounds
+        # otherwise.
         alone = block.staged.room == self.per_step // self.replicas
         replayed.take(engine, block.form.feed, block.staged, exact=alone)
         if replayed.done:
@@ -189,6 +191,7 @@ def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Record
 def _apart(adopted: Any, past: PastFit, observe: Any) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
+    # Arrays are immutable, so keeping references is enough: nothing is copied.
     variables = Layout(model).variables
     values = [variable.value for variable in variables]
     random, programs, active = random_state(), adopted.programs, adopted.active

@@ -80,7 +80,10 @@ class Columns:
         """
         wide = stored_dtype(dtype)
         row = shape if tensors is None else (tensors, *shape)
+        # What rows of a column read as if it was added later, or has no value in them: recognisable
+        # as missing.
         fill = {"f": float("nan"), "c": float("nan"), "i": -1}.get(wide.kind, 0)
+        # Readers cast back, so that bfloat16 comes out as it went in.
         own = {"dtype": dtype.name} if wide != dtype else {}
         self._arrays[name] = self.group.create_array(
             name,
@@ -106,6 +109,7 @@ class Columns:
     def append(self, count: int, values: dict[str, np.ndarray]) -> None:
         """Buffer `count` rows; columns not in `values` get their fill value."""
         for name, rows in values.items():
+            # With its place: columns may skip rows, which then have fill values.
             self._waiting.setdefault(name, []).append((self._count, rows))
         self._count += count
 

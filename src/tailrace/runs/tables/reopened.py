@@ -58,11 +58,14 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
             they were kept), `records`; and `starts`.
     """
     there = unsealed(root.attrs["committed"])
+    # All counts are checked before any table is cut: a run that does not match stays as it was.
     kept = [*zip(end["records"], end["starts"], strict=True)]
     _check(end["history"], there["history"])
     _check(end["executions"], there["executions"])
     validations = int(end.get("validations", 0))
     _check(validations, there.get("validations", 0))
+    # Tables after those of the checkpoint are left where they are; their numbers are used again,
+    # and overwrite them.
     _check(len(kept), len(there["records"]))
     records, starts = [], []
     for number, (count, start) in enumerate(kept):

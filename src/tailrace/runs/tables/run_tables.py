@@ -139,6 +139,7 @@ class RunTables:
         started = time.monotonic()
         every = self._columns()
         counts = {
+            # Into the store's buffer; nothing reaches the disk before `flush`.
             "history": self._history.columns.write(),
             "records": [table.columns.write() for table in self._records.values()],
             "executions": self._executions.columns.write(),
@@ -179,6 +180,7 @@ class RunTables:
             tensors = (records[0].kind, tuple(record.name for record in records))
             key = self._reopened.get(tensors, form)
             if key not in self._records:
+                # Overwrites: a writer that was killed may have left a table that no count mentions.
                 group = self._root["records"].create_group(str(len(self._records)), overwrite=True)
                 self._records[key] = RecordTable(group, records)
                 self._starts[key] = 0

@@ -222,6 +222,7 @@ def _check_chunks(
     rows = range(start // array.chunks[0], -(-stop // array.chunks[0]))
     rest = [range(-(-n // c)) for n, c in zip(array.shape[1:], array.chunks[1:], strict=True)]
     if tensor is not None:
+        # Only the chunks that will be read: others may be missing without harm.
         rest[0] = range(tensor // array.chunks[1], tensor // array.chunks[1] + 1)
     for row in rows:
         for other in np.ndindex(*(len(r) for r in rest)):
@@ -262,6 +263,7 @@ def _check_density(file: Path, array: Any) -> None:
     expected = math.prod(array.chunks) * np.dtype(array.dtype).itemsize
     head = read_head(file, BLOSC_HEADER, RunError)
     size = file.stat().st_size
+    # The decompressor believes this number and allocates it.
     declared = int.from_bytes(head[4:8], "little")
     if len(head) < BLOSC_HEADER or declared != expected or expected > MOST_DENSE * size:
         raise ValueError(

@@ -216,7 +216,6 @@ def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for _, scope in reversed(
-            watch.path
-        ):  # an error left them open; `watch.path` names the place
+        # An error left these scopes open; `watch.path` names the place.
+        for _, scope in reversed(watch.path):
             scope.__exit__(None, None, None)

@@ -81,6 +81,7 @@ class EarlyStopping(Callback):
             leaves, structure = jax.tree.flatten(trainer.engine.state)
             best = [_like(now, kept) for now, kept in zip(leaves, self._kept, strict=True)]
             trainer.engine.state = jax.tree.unflatten(structure, best)
+            # Random keys are folded from the step: the state and its step belong together.
             trainer.engine.step = self.best_step
 
     def get_state(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
-from tailrace.records.records import Records
 from tailrace.taps.tap import parse_taps
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
@@ -42,8 +41,5 @@ def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> R
         results = twin.collect(twin.dispatch(1, following=0, period=1))
     finally:
         feed.rest()
-    records = Records()
-    for part in results.parts:
-        records.add(part)
     loss = float(np.mean(results.scalars["loss"]))
-    return Replay(int(note["step"]), loss, records, [], [], int(note["step"]))
+    return Replay(int(note["step"]), loss, results.records, [], [], int(note["step"]))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import rows_read
-from tailrace.records.records import Record, Records
+from tailrace.records.record import Record
 from tailrace.records.scores import robust_scores
 from tailrace.taps.tap import Tap
 from tailrace.trainer.engine import Engine
@@ -114,11 +114,12 @@ def explain_step(
         while rerun.step < step:
             results = rerun.look()
             comparison.take(results)
-            before.append(_norms(_records(results)))
+            before.append(_norms(dict(results.records.items())))
+        # Copied to the host before the step runs, which overwrites it.
         state = jax.tree.map(np.asarray, rerun.engine.read())
         results = rerun.look()
         comparison.take(results)
-        records = _records(results)
+        records = dict(results.records.items())
         gradients = [record.values[0] for (_, kind), record in records.items() if kind == "tensor"]
         elements, spec = rerun.elements, rerun.spec
         found = example_gradients(rerun.engine, state, gradients, elements, spec)
@@ -127,13 +128,6 @@ def explain_step(
     loss = float(np.mean(results.scalars["loss"]))
     growth = _growth(before, _norms(records))
     return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
-
-
-def _records(results: Any) -> dict[tuple[str, str], Record]:
-    records = Records()
-    for part in results.parts:
-        records.add(part)
-    return dict(records.items())
 
 
 def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
@@ -146,6 +140,7 @@ def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
 def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, float]:
     if not before:
         return {}
+    # A tensor that was all zeros before has grown without bound, but no division by zero.
     tiny = float(np.finfo(np.float32).tiny)
     usual = {name: float(np.median([one.get(name, 0.0) for one in before])) for name in now}
     return {

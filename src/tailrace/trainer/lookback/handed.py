@@ -58,6 +58,8 @@ class HandedReplay:
         if self._feed is not feed:
             engine.use(feed)
             self._feed = feed
+            # One pair for each form of elements; its programs are compiled once, however many
+            # blocks follow.
             self._pairs.setdefault(feed, RunnerPair(engine))
         count, first = engine.accumulation.microbatches, engine.step
         pair = self._pairs[feed]

@@ -151,13 +151,11 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
         comparison: with what was recorded.
         note: of the checkpoint.
     """
-    records = Records()
-    for part in seen.parts:
-        records.add(part)
     loss = float(np.mean(seen.scalars["loss"]))
     found, compared = comparison.differences, comparison.compared
     changed = changed_since(note.get(SURROUNDINGS))
-    return Replay(seen.first_step, loss, records, found, compared, int(note["step"]), changed)
+    started_at = int(note["step"])
+    return Replay(seen.first_step, loss, seen.records, found, compared, started_at, changed)
 
 
 class Comparison:

@@ -172,6 +172,7 @@ class Function:
                 raise
         # The function maps over this module and another, or over two parts of it, which needs their
         # own classes, without paths. Activations then have the names that the library gives them.
+        # For all later calls too: tracing twice each time would double the time.
         binding.scopes = False
         return self.called(params, state, values, whole_element)
 

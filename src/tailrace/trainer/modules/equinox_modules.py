@@ -50,6 +50,7 @@ class EquinoxBinding(Binding):
         """The module, and the state if there is one."""
         module = eqx.combine(params, self._static)
         if self.has_modes and not training():
+            # A copy: the user's module keeps its mode.
             module = eqx.nn.inference_mode(module)
         if self.scopes:
             module = equinox_seams.scoped(module)

@@ -85,9 +85,8 @@ def scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
         "__annotations__": {PATH: str},
         PATH: eqx.field(static=True, default="", kw_only=True),
     }
-    with (
-        warnings.catch_warnings()
-    ):  # about the user's class, which was warned about when it was made
+    # Equinox would warn about the user's class, and did so when that was made.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return type(kind)(kind.__name__, (kind,), body)
 

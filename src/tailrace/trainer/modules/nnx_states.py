@@ -21,6 +21,7 @@ class NnxStateBinding(Binding):
     returns_state = True
 
     def __init__(self, params: nnx.State, model_state: Tree) -> None:
+        # Both have their leaves in one order, so values can be put back by position.
         self.params, self._params = nnx.to_pure_dict(params), jax.tree.structure(params)
         self.model_state, self._state = model_state, None
         if isinstance(model_state, nnx.State):

@@ -36,6 +36,8 @@ class StagesBinding(Binding):
         bind: Callable[[Any, Any], Binding],
     ) -> None:
         self._pipeline = pipeline
+        # Flat in here, nested outside: a pipeline has a list for concurrent stages, and each member
+        # has a binding.
         modules = list(self._flat(params))
         states = [None] * len(modules) if model_state is None else list(self._flat(model_state))
         self.bindings = list(map(bind, modules, states))
@@ -85,6 +87,7 @@ class StagesBinding(Binding):
 
     def loss(self, fn: Callable[..., Any]) -> Any:
         """The pipeline, with stages that are called with their modules."""
+        # The user's pipeline may be given to another trainer, with other modules.
         changed = copy.copy(self._pipeline)
         bindings = iter(self.bindings)
         changed.stages = tuple(

@@ -56,6 +56,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
     whole = Snapshot(arrays, {}).on_host()
+    # safetensors writes the buffer as it is, without regard to strides.
     host = {name: np.ascontiguousarray(array) for name, array in whole.items()}
     note = {
         "format": FORMAT,
@@ -68,6 +69,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
         "text": str(failure),
         "versions": versions(),
     }
+    # Last: over everything else in the note.
     note["checksum"] = json_checksum(note)
     partial = where.with_name(where.name + ".unfinished")
     partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
@@ -122,6 +124,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
     """An array with a dtype that every reader supports: bfloat16 and the like as integers."""
     if array.dtype.isbuiltin == 1:
         return array
+    # The dtype is in the note, and `read_bundle` views the bits as it again.
     return array.view(f"u{array.dtype.itemsize}")
 
 
