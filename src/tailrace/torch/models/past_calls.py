@@ -41,6 +41,7 @@ class CallLog:
         self.history.add({"loss": results.scalars["loss"]})
         self.history.add_fingerprint(first, results.steps, results.fingerprint)
         latest = self.hypers[max(self.hypers)] if self.hypers else None
+        # Only changes are kept: a schedule that is constant for a million steps takes one row.
         if latest is None or latest.tobytes() != hypers.tobytes():
             self.hypers[first] = np.array(hypers)
 

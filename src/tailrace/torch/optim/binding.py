@@ -27,6 +27,7 @@ from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (torch.optim.SGD, "sgd"),
+    # AdamW before Adam, which it derives from.
     (torch.optim.AdamW, "adam"),
     (torch.optim.Adam, "adam"),
     (torch.optim.RMSprop, "rmsprop"),
@@ -219,6 +220,7 @@ class DeviceOptimizer:
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
             most = Hypers(state["hyper"][0], self.kind).max_grad_norm
+            # The constant of `torch.nn.utils.clip_grad_norm_`.
             share = jnp.minimum(most / (norm + 1e-6), 1)
             wide = {name: grad * share for name, grad in wide.items()}
         for number, rule in enumerate(self.groups):
@@ -226,6 +228,8 @@ class DeviceOptimizer:
             for name in rule.params:
                 param = params[name]
                 slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
+                # Bias corrections go by the parameter's own steps, as in PyTorch, where each has
+                # its own count.
                 own = step - self.late[name] if name in self.late else step
                 with jax.named_scope(name):
                     new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, own)

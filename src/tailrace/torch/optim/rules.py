@@ -52,6 +52,8 @@ def row_of(
     group: Mapping[str, Any], kind: str, loss_scaling: float, max_grad_norm: float
 ) -> list[float]:
     """The numbers of a parameter group; differences and logarithms are computed in double precision."""
+    # PyTorch computes 1 - beta in double precision. In float32, 1 - 0.999 is wrong from the fifth
+    # digit on.
     beta1, beta2 = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
     alpha = float(group.get("alpha", 0.0))
     values = {

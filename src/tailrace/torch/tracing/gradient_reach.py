@@ -18,6 +18,7 @@ def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
     inside of an equation other than a plain call count as paths from all inputs to all outputs.
     """
     wanted = set(variables(results))
+    # Backwards, once: every equation comes after those whose results it uses.
     for eqn in reversed(jaxpr.eqns):
         if stops_gradient(eqn) or wanted.isdisjoint(eqn.outvars):
             continue

@@ -70,6 +70,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     elif reduction == "mean":
         out = x.mean()
     elif reduction == "none":
+        # A value of its own: marking `x` itself would mark it wherever else it is used.
         out = x.clone()
     else:
         raise OptionError(

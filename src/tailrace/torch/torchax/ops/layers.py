@@ -47,6 +47,7 @@ def _batch_norm(
         mean = wide.mean(axes)
         var = jnp.square(wide - mean.reshape(shape)).mean(axes)
         if running_mean is not None:
+            # PyTorch normalises by the biased variance and keeps the unbiased one.
             unbiased = var * (count / (count - 1))
             _advance(running_mean, mean, momentum)
             _advance(running_var, unbiased, momentum)
@@ -101,6 +102,7 @@ def _advance(state: Tree, value: TensorLike, momentum: float) -> None:
     """Move a running statistic towards that of this batch."""
     old = state.jax()
     new = old * (1 - momentum) + value.astype(old.dtype) * momentum
+    # Running statistics carry no gradient from batch to batch.
     state.apply_jax_(lambda _: jax.lax.stop_gradient(new))
 
 
