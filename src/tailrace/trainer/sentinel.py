@@ -131,7 +131,7 @@ class Sentinel:
         # The second run has replaced it; the ticket must have the inputs of the first.
         runner.origin = origin
         if loud is runner:
-            runner.executions -= 1  # to everybody else it is one execution
+            runner.executions -= 1  # for everything else it is one execution
         else:
             runner.executions += 1
             runner.compile_s += loud.compile_s - compile_s

@@ -129,6 +129,7 @@ class CompiledOp:
         group = config.group(self._ordinal)
         group = group[:1] if self._plain else group
         before = devices.chosen()
+        # For this call alone: two programs of one process may be on different devices.
         devices.use(group)
         try:
             return self._run(given, tuple(device.id for device in group))
@@ -205,7 +206,7 @@ class CompiledOp:
             )
         if found.loops:
             raise FailedPreconditionError(
-                "A training pipeline and a loop stand in one compiled program. Compile the loop by "
+                "A training pipeline and a loop are in one compiled program. Compile the loop by "
                 "itself, or use repeat_count= of the pipeline."
             )
         return PipelineProgram(computation, self._ordinal)

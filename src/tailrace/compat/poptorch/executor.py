@@ -292,7 +292,7 @@ class PoplarExecutor(Model):
     def _taps(self, forward: Forward) -> list[Any]:
         wanted = self._given.anchored_tensors
         if wanted:
-            # Without anchors first: what the names stand for is known once there is a program.
+            # Without anchors first: what the names refer to is known once there is a program.
             count = self._options.microbatches
             plain = [output_tap(name, self._returned, count) for name in forward.names]
             program = self._new_program(forward, *weights_of(self.module), plain)

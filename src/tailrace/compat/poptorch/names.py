@@ -1,4 +1,4 @@
-"""The original's names of tensors, and the tensors that they stand for here.
+"""The original's names of tensors, and the tensors that they refer to here.
 
 fc1.weight                     updated/fc1.weight (training), param/fc1.weight (inference)
 input, input/1                 input/<parameter of forward>

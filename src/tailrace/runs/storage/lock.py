@@ -33,7 +33,7 @@ def is_locked(directory: Path) -> bool | None:
     except ImportError:  # not a Unix: a process that died has left the file
         return None
     try:
-        # O_NONBLOCK: opening a pipe that somebody left under this name would wait for a writer.
+        # O_NONBLOCK: opening a pipe of this name would wait for a writer.
         handle = os.open(directory / NAME, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW)
     except OSError:
         return None

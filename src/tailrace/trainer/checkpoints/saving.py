@@ -136,7 +136,7 @@ class Saving:
         with ExitStack() as stack:
             # One process holds the lock for all: a lock per process would refuse the others.
             first_does(lambda: stack.enter_context(self._writer.directory.writing()))
-            if self._engine.digests is not None:  # whoever looks back needs the same kernels
+            if self._engine.digests is not None:  # a replay needs the same kernels
                 stack.enter_context(choices_in(self.directory, write=distributed.writes()))
             try:
                 yield

@@ -56,6 +56,7 @@ class Result:
         if not values:
             return None
         found = again(self._out)
+        # A list also for one value, as a session of the original returned it.
         return found if isinstance(found, list | dict) else [found]
 
     def as_returned(self, values: list[Any]) -> Any:

@@ -161,6 +161,7 @@ class Scope:
     ) -> Iterator[Scope]:
         """A scope for code that is traced apart, such as the body of a loop."""
         given = {id(variable): value for variable, value in zip(variables, values, strict=True)}
+        # `seen` is shared with the scope around: variables touched inside count as touched.
         inner = dataclasses.replace(self, values=given, around=self, **changes)
         token = _scope.set(inner)
         try:

@@ -168,6 +168,8 @@ def _applied(plain: Callable[..., Any]) -> Callable[..., Any]:
                 return self.apply_gradients(evaluated(pairs, feed), *args, **kwargs)
 
             return Step(apply, "apply_gradients")
+        # Wrappers call `apply_gradients` of what they wrap: the step is counted once, by the
+        # outermost.
         outermost = not _applying.get()
         token = _applying.set(True)
         try:
