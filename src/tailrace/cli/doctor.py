@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -136,14 +135,14 @@ def _version(package: str) -> str:
         return "(version unknown)"
 
 
-def _memory_kinds(device: Any) -> list[str]:
+def _memory_kinds(device: jax.Device) -> list[str]:
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # some plugins do not list memories
         return []
 
 
-def _device_line(device: Any) -> str:
+def _device_line(device: jax.Device) -> str:
     kinds = ", ".join(_memory_kinds(device)) or "unknown"
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -153,7 +152,7 @@ def _device_line(device: Any) -> str:
     return f"{device.id}: {device.device_kind} ({device.platform}{size}; memory: {kinds})"
 
 
-def _device_problems(devices: list[Any]) -> list[str]:
+def _device_problems(devices: list[jax.Device]) -> list[str]:
     problems = []
     if len(devices) == 1:
         problems.append(

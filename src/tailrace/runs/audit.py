@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,7 @@ class Audit:
         return "\n".join(lines)
 
 
-def audit(run: Run, dataset: Any = None) -> Audit:
+def audit(run: Run, dataset: object = None) -> Audit:
     """Check which elements the executions of a run consumed.
 
     Args:
@@ -240,7 +239,7 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
                 seen[digest] = step
 
 
-def _compare(rows: list[Row], contents: list[np.ndarray], dataset: Any, found: Audit) -> None:
+def _compare(rows: list[Row], contents: list[np.ndarray], dataset: object, found: Audit) -> None:
     """Compare every element with the dataset."""
     passes: list[tuple[int, list[tuple[Row, np.ndarray]]]] = []
     for before, row, digests in zip([None, *rows], rows, contents, strict=False):
@@ -271,7 +270,7 @@ def _of_row(row: Row, digests: np.ndarray) -> Iterator[tuple[int, int]]:
             yield int(digest), step
 
 
-def _digests(dataset: Any, epoch: int, count: int) -> list[int]:
+def _digests(dataset: object, epoch: int, count: int) -> list[int]:
     """The digests of the first elements of a pass over a dataset."""
     reader = Reader(dataset, epoch)
     paths = reader.spec().paths

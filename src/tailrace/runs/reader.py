@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tailrace.runs.export.ridges import ExponentRidges
 
 
-def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
+def open_run(directory: str | os.PathLike[str], *, limit: int | str | None = None) -> Run:
     """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
 
     Only descriptions are read; arrays are read on demand. Untrusted runs are safe to open: nothing in
@@ -277,7 +277,9 @@ class Run:
 
         return heatmap(self, select, field, steps, scale)
 
-    def to_tensorboard(self, logdir: Any, select: Select = "*", every: int = 1) -> int:
+    def to_tensorboard(
+        self, logdir: str | os.PathLike[str], select: Select = "*", every: int = 1
+    ) -> int:
         """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
 
         Args:

@@ -173,7 +173,7 @@ def leaves_of_replicas(
     return each
 
 
-def _merged(value: jax.Array, form: Any) -> Any:
+def _merged(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
     """One value from those of all replicas: their mean, or the first if a mean is undefined."""
     if value.ndim == len(form.shape):
         return value

@@ -235,7 +235,7 @@ def _differing(ticket: Ticket, second: Ticket) -> dict[str, int]:
     return found
 
 
-def flip(array: Any, index: int, bit: int) -> Any:
+def flip(array: jax.Array, index: int, bit: int) -> jax.Array:
     """An array with one bit of one value flipped: what a fault does."""
     host = np.array(array)
     raw = host.reshape(-1).view(np.uint8)

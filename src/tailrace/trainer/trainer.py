@@ -306,7 +306,7 @@ class Trainer(Measuring, LookingBack):
     @suggesting("trainer.fit")
     def fit(
         self,
-        dataset: Any,
+        dataset: object,
         steps: int | None = None,
         epochs: int | None = None,
         *,

@@ -136,6 +136,8 @@ class Names:
         counts: dict[str, int] = {}
         backward = {e.name for e in self._catalogue if e.kind == "cotangent"}
         for entry in self._catalogue:
+            # `aten::relu` has colons of its own; a single one separates the operation from its
+            # scope.
             if entry.kind != "activation" or ":" not in entry.name.replace("::", "  "):
                 continue
             name = _operation(entry.name)

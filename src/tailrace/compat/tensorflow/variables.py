@@ -79,6 +79,7 @@ class Variable(keras.Variable):
             jnp.asarray(value, kind),
             dtype=kind.name,
             trainable=trainable is not False,
+            # Keras refuses a slash, which separates the parts of its paths.
             name=(name or "Variable").replace("/", "_"),
         )
         self._initial = initial if described else None  # elsewhere it is never asked for again

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
@@ -144,7 +145,7 @@ class DeviceOptimizer:
         ]
         return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
 
-    def keeps_scale(self, param: Any) -> bool:
+    def keeps_scale(self, param: TensorLike) -> bool:
         """Whether the gradient of a parameter stays scaled until the update.
 
         In 16 bits it must: dividing it earlier would undo the purpose of scaling.
@@ -188,7 +189,7 @@ class DeviceOptimizer:
         most = max(steps.values(), default=0)
         return {name: most - own for name, own in steps.items() if own != most}
 
-    def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
+    def _first(self, rule: GroupRule, slot: str, name: str, param: TensorLike) -> Any:
         dtype = jnp.float32 if slot in NUMBERS else self.state_types.get(slot, param.dtype)
         held = self._held(name).get(slot)
         if held is not None:

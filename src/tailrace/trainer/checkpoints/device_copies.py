@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class DeviceCopy:
         dtype: the dtype of the array.
     """
 
-    pieces: list[Any]
+    pieces: list[jax.Array]
     shape: tuple[int, ...]
     dtype: Any
 
@@ -46,7 +46,7 @@ class DeviceCopy:
             done += piece.size
         return found
 
-    def _taken(self) -> Any:
+    def _taken(self) -> Iterator[jax.Array]:
         while self.pieces:
             yield self.pieces.pop(0)
 
@@ -72,12 +72,12 @@ def copied(arrays: Mapping[str, Any]) -> dict[str, DeviceCopy]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _copies(arrays: list[Any], piece: int) -> list[list[Any]]:
+def _copies(arrays: list[jax.Array], piece: int) -> list[list[jax.Array]]:
     """Copies of arrays; large ones in flat pieces."""
     return [_pieces(array, max(1, piece // array.dtype.itemsize)) for array in arrays]
 
 
-def _pieces(array: Any, count: int) -> list[Any]:
+def _pieces(array: jax.Array, count: int) -> list[jax.Array]:
     if array.size <= count:
         return [jnp.copy(array)]
     flat = array.reshape(-1)
@@ -85,14 +85,14 @@ def _pieces(array: Any, count: int) -> list[Any]:
     return [jax.lax.slice(flat, (n,), (min(n + count, array.size),)) for n in starts]
 
 
-def _of_one_device(array: Any) -> Any:
+def _of_one_device(array: jax.Array) -> jax.Array:
     """A replicated array, as on one of its devices."""
     several = len(array.sharding.device_set) > 1
     # Otherwise every replica would be copied, and one of the copies used.
     return array.addressable_data(0) if several and array.is_fully_replicated else array
 
 
-def _is_simple(array: Any) -> bool:
+def _is_simple(array: jax.Array) -> bool:
     """Whether an array is on one device, in its own memory."""
     sharding = array.sharding
     own = sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)

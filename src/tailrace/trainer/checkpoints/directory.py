@@ -56,7 +56,7 @@ class CheckpointDirectory:
         keep: the number of latest checkpoints of a fit to keep, in addition to its start, end and best.
     """
 
-    def __init__(self, directory: Any, keep: int = 3) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory, self._keep = Path(directory).absolute(), keep
 
     def found(self, fit: int | None = None) -> list[Kept]:

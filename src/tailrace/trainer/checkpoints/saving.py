@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +47,12 @@ from tailrace.trainer.observation.monitoring import Monitor
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
-def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
+def saving_of(
+    checkpoint: Checkpoint | str | os.PathLike[str] | None,
+    number: int,
+    engine: Engine,
+    duration: Duration,
+) -> Saving | None:
     """The checkpoints of a fit, from the value of `fit(checkpoint=)`."""
     return (
         None if checkpoint is None else Saving(as_checkpoint(checkpoint), number, engine, duration)
@@ -231,7 +237,7 @@ class Saving:
                 key=f"optimizer {self.directory} {now}",
             )
 
-    def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
+    def go_on(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         taken.put_states(fit.callbacks)
@@ -322,7 +328,7 @@ class Saving:
 
 
 def bring_to(
-    feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
+    feed: InfeedQueue, dataset: object, progress: Progress, position: Mapping[str, Any]
 ) -> None:
     """Restore the position of a feed in its dataset.
 

@@ -154,7 +154,7 @@ def history_of(
     return History.from_arrays(own, first_step, microbatches, replicas)
 
 
-def _is_key_like(leaf: Any, stored: np.ndarray, kind: str) -> bool:
+def _is_key_like(leaf: jax.Array, stored: np.ndarray, kind: str) -> bool:
     """Whether a leaf is a random key of the stored kind and shape."""
     try:
         form = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), stored)
@@ -163,5 +163,5 @@ def _is_key_like(leaf: Any, stored: np.ndarray, kind: str) -> bool:
     return form.shape == leaf.shape and form.dtype == leaf.dtype
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: jax.Array | np.ndarray) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.bundles import elements_in, read_bundle
 
 
-def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> Replay:
+def replay_bundle(
+    engine: Engine, bundle: str | os.PathLike[str], example: Tree, observe: Any
+) -> Replay:
     """Run the step of a bundle; see `tr.Trainer.replay_bundle`."""
     arrays, note = read_bundle(bundle)
     here = engine.accumulation.microbatches * engine.placement.replicas

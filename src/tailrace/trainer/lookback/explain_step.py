@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import numpy as np
 from tailrace.data.adapters import rows_read
 from tailrace.records.record import Record
 from tailrace.records.scores import robust_scores
+from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Tap
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
@@ -34,7 +37,7 @@ BEFORE = 4
 """How many steps before are looked at, to say what has grown."""
 
 
-def may_grow(entry: Any) -> bool:
+def may_grow(entry: Entry) -> bool:
     """What leaves a scope of the model (not each operation inside it), and gradients."""
     layer = entry.kind == "activation" and ":" not in entry.name
     return layer or entry.kind == "reduced"
@@ -92,8 +95,8 @@ class StepExplanation:
 def explain_step(
     engine: Engine,
     step: int,
-    dataset: Any,
-    checkpoint: Any,
+    dataset: object,
+    checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None = None,
 ) -> StepExplanation:
@@ -149,7 +152,9 @@ def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, 
     }
 
 
-def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
+def _numbered(
+    dataset: object, reading: tuple[int, int, int] | None, found: np.ndarray
+) -> np.ndarray:
     """Rows with their numbers in the dataset and their scores; those that stand out most first."""
     rows = np.zeros(len(found), ROW)
     for name in ("position", "loss", "gradient_norm", "alignment", "input_norm"):

@@ -105,7 +105,7 @@ def with_room(block: Staged, room: int) -> Staged:
     return Staged(block.host, device, block.count, block.replicas)
 
 
-def _padded(leaf: Any, room: int) -> Any:
+def _padded(leaf: jax.Array | np.ndarray, room: int) -> jax.Array | np.ndarray:
     widths = ((0, room - len(leaf)), *[(0, 0)] * (leaf.ndim - 1))
     if isinstance(leaf, jax.Array):
         return jax.device_put(jnp.pad(leaf, widths), leaf.sharding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,9 @@ class Replay(Mapping[Any, Record]):
 def replay(
     engine: Engine,
     step: int,
-    dataset: Any,
+    dataset: object,
     observe: Any,
-    checkpoint: Any,
+    checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None = None,
 ) -> Replay:
@@ -173,7 +173,7 @@ class Comparison:
         self._elements: list[np.ndarray] = []
         self._first: int | None = None
 
-    def take_all(self, several: Any) -> None:
+    def take_all(self, several: Iterable[Results]) -> None:
         """Take in dispatches."""
         for results in several:
             self.take(results)
@@ -230,7 +230,7 @@ class Comparison:
 # -- which checkpoint ---------------------------------------------------------------------------
 
 
-def check_step(step: Any) -> None:
+def check_step(step: object) -> None:
     """Refuse what is no number of a step."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise OptionError(
@@ -264,7 +264,13 @@ class Start:
         return self.arrays, self.note
 
 
-def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool = False) -> Start:
+def nearest(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    step: int,
+    fits: int | None = None,
+    *,
+    before: bool = False,
+) -> Start:
     """The last checkpoint at or before a step that is whole; a damaged one is passed over, with a note.
 
     Args:

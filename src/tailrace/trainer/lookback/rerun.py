@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,10 +46,10 @@ class Rerun:
         self,
         engine: Engine,
         observe: Any,
-        dataset: Any,
+        dataset: object,
         arrays: Mapping[str, np.ndarray],
         note: Mapping[str, Any],
-        directory: Any = None,
+        directory: Path | None = None,
     ) -> None:
         self.engine = twin_of(engine, observe)
         self._dataset, self._directory = dataset, directory
@@ -202,7 +203,7 @@ def twin_of(engine: Engine, observe: Any) -> Engine:
     return twin
 
 
-def _blank(form: Any) -> Any:
+def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     # The values of the checkpoint replace it; only shape and dtype matter.
     if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0, impl=form.dtype.name[4:-1]), form.shape)

@@ -110,6 +110,8 @@ class ALSOptimizer(IpuOptimizer):
                 Variable([0.0, 0.0], False, f"{name}/histogram"),
             )
 
+        # Variables cannot be made while a program is traced, and each trace makes this optimizer
+        # again: all traces share these.
         made = prepared(kept(), "scaling", make)
         self._scale, self._before, self._counter, self._histogram = made
 

@@ -136,6 +136,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             made = [Variable(zero, trainable=False, name="accumulator") for zero in zeros]
             return Variable(jnp.int32(0), False, "mini-batches"), made, variables
 
+        # `variables` is kept with them, so that their ids are not used again.
         return prepared(self._made, tuple(map(id, variables)), make)
 
     def _check_loop(self) -> None:

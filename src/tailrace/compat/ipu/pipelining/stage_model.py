@@ -42,6 +42,7 @@ def through_stages(
         flat: list[Any] = []
         origins: list[int | None] = []
         for member, function in enumerate(members):
+            # Nothing comes before the first member of the first stage.
             if number or member:
                 values = boundary(values, BESIDE if member else NEXT)
             at_stage()
