@@ -89,6 +89,7 @@ def diagnose() -> Diagnosis:
     versions |= {name: _version(name) for name in CORE}
     packages = {name: _version(name) for name in OPTIONAL}
     try:
+        # Starting JAX is what may fail: a driver without a device, or a plugin that does not load.
         found = available()
     except Exception as error:
         devices, problems = [], [f"JAX finds no devices: {' '.join(str(error).split())}"]

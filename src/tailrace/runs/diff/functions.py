@@ -78,6 +78,7 @@ def diff_functions(
     mine = first.run(set(common))
     found = second.run({theirs[name].name for name in common})
     other = {name: found[theirs[name].name] for name in common if theirs[name].name in found}
+    # Stable: within a kind, tensors stay in the order in which they are computed.
     keys = sorted((name for name in common if name in mine and name in other), key=rank_of)
     if first.dtype is not None or second.dtype is not None:  # inputs differ by the cast
         keys = [name for name in keys if not name.startswith("input/")]

@@ -115,6 +115,8 @@ def _adamax(
 def _asgd(
     p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
 ) -> Any:
+    # PyTorch uses the rate that the step before has computed, and in the first step the learning
+    # rate.
     rate = jnp.where(step == 1, h.lr, slots["eta"])
     share = jnp.where(step == 1, 1, slots["mu"])
     p = p * (1 - h.lambd * rate) - rate * g
@@ -174,6 +176,7 @@ def _rprop(
     factor = jnp.where(sign > 0, h.grow, jnp.where(sign < 0, h.shrink, 1))
     size = jnp.where(step == 1, h.lr, slots["step_size"]) * factor
     size = slots["step_size"] = jnp.clip(size, h.least, h.most)
+    # Where the sign has turned, this step does nothing, and the next one does not shrink again.
     slots["prev"] = g = jnp.where(sign < 0, 0, g)
     return p - jnp.sign(g) * size
 
