@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 
 from tailrace._version import __version__
-from tailrace.devices.devices import available
+from tailrace.devices.devices import Device, available
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
 from tailrace.seams import Package, Seam
@@ -136,14 +136,14 @@ def _version(package: str) -> str:
         return "(version unknown)"
 
 
-def _memory_kinds(device: jax.Device) -> list[str]:
+def _memory_kinds(device: Device) -> list[str]:
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # some plugins do not list memories
         return []
 
 
-def _device_line(device: jax.Device) -> str:
+def _device_line(device: Device) -> str:
     kinds = ", ".join(_memory_kinds(device)) or "unknown"
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -153,7 +153,7 @@ def _device_line(device: jax.Device) -> str:
     return f"{device.id}: {device.device_kind} ({device.platform}{size}; memory: {kinds})"
 
 
-def _device_problems(devices: list[jax.Device]) -> list[str]:
+def _device_problems(devices: list[Device]) -> list[str]:
     problems = []
     if len(devices) == 1:
         problems.append(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.program.observe import observe
 from tailrace.records.records import Records
@@ -32,7 +33,7 @@ class Called:
 
     function: Callable[..., Any]
     batch: Any
-    device: Any = None
+    device: Device | int | str | None = None
     dtype: Any = None
 
     @functools.cached_property
@@ -91,7 +92,7 @@ def diff_functions(
     return completed(None, keys, ours, theirs)
 
 
-def device_of(named: Any) -> Any:
+def device_of(named: Device | int | str) -> Device:
     """A device, from itself, its index, or its platform and index there.
 
     >>> device_of("cpu:0") == device_of("cpu") == jax.devices("cpu")[0]
