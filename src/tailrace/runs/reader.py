@@ -19,6 +19,7 @@ from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
 from tailrace.runs.storage.attributes import unsealed
+from tailrace.runs.storage.files import ZarrGroup
 from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -211,7 +212,7 @@ class Run:
                 return None
             return read_rows(self.directory, "history", group, "elements", 0, count)
 
-    def _has(self, group: Any, name: str) -> bool:
+    def _has(self, group: ZarrGroup, name: str) -> bool:
         """Whether a table has an optional column; one without a readable description is damaged."""
         if name in group:
             return True

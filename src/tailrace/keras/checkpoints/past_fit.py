@@ -17,7 +17,7 @@ from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
 from tailrace.keras.data.batch_source import Block
-from tailrace.keras.handles import attached
+from tailrace.keras.handles import AnyAdopted, attached
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.train import Training
 from tailrace.keras.programs.variables import Layout
@@ -134,7 +134,12 @@ class LookingBack:
 
 
 def replay_fit(
-    adopted: Any, step: int, observe: Any, checkpoint: Any, pacing: Pacing, call: dict[str, Any]
+    adopted: AnyAdopted,
+    step: int,
+    observe: Any,
+    checkpoint: Any,
+    pacing: Pacing,
+    call: dict[str, Any],
 ) -> Replay:
     """Run a past step again; see `LookingBack.replay`.
 
@@ -171,7 +176,7 @@ def _read(kept: Kept) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return arrays, note
 
 
-def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Recorded:
+def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) -> Recorded:
     """What the model knows of its past, or what later checkpoints know: each has a history."""
     program = adopted.programs.get("train")
     recorded = recorded_by(program.journal) if isinstance(program, Training) else Recorded()
@@ -188,7 +193,7 @@ def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Record
 
 
 @contextmanager
-def _apart(adopted: Any, past: PastFit, observe: Any) -> Iterator[None]:
+def _apart(adopted: AnyAdopted, past: PastFit, observe: Any) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
     # Arrays are immutable, so keeping references is enough: nothing is copied.

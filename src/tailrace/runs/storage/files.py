@@ -26,6 +26,13 @@ import numpy as np
 
 from tailrace.errors import MissingDependency, RunError
 
+ZarrGroup = Any
+"""A `zarr.Group`. Zarr is imported only when it is used; to a type checker, whatever a group holds is an
+array or another group."""
+
+ZarrArray = Any
+"""A `zarr.Array`, likewise."""
+
 FORMAT = 1
 """The version of this layout. A reader refuses a higher one."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.runs.storage.files import CHUNK_NAMES, chunk_shape, codecs, stored_dtype
+from tailrace.runs.storage.files import CHUNK_NAMES, ZarrGroup, chunk_shape, codecs, stored_dtype
 
 
 class Columns:
@@ -26,7 +26,7 @@ class Columns:
             `counted`.
     """
 
-    def __init__(self, group: Any, rows: str) -> None:
+    def __init__(self, group: ZarrGroup, rows: str) -> None:
         self.group, self._rows = group, rows
         self.committed = 0
         self._arrays: dict[str, Any] = {}
@@ -34,7 +34,7 @@ class Columns:
         self._count = 0
 
     @classmethod
-    def reopened(cls, group: Any, rows: str, committed: int) -> Columns:
+    def reopened(cls, group: ZarrGroup, rows: str, committed: int) -> Columns:
         """Existing columns, of which the first rows count."""
         columns = cls(group, rows)
         columns.committed = committed

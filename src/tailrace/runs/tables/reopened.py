@@ -15,6 +15,7 @@ import numpy as np
 
 from tailrace.errors import RunError
 from tailrace.runs.storage.attributes import unsealed
+from tailrace.runs.storage.files import ZarrGroup
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTable
 from tailrace.runs.tables.validations import ValidationTable
@@ -49,7 +50,7 @@ class ReopenedTables:
         }
 
 
-def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
+def reopen(root: ZarrGroup, end: Mapping[str, Any]) -> ReopenedTables:
     """The tables of a run, truncated to their rows at the time of a checkpoint.
 
     Args:
@@ -84,7 +85,7 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
     )
 
 
-def rows_before(root: Any, step: int) -> dict[str, Any]:
+def rows_before(root: ZarrGroup, step: int) -> dict[str, Any]:
     """The rows of the tables up to the last one of a step before `step`, as `reopen` takes it.
 
     The last one, because a trainer that went back has computed some steps twice.
@@ -106,7 +107,7 @@ def rows_before(root: Any, step: int) -> dict[str, Any]:
     }
 
 
-def _up_to(group: Any, by: str, count: int, step: int) -> int:
+def _up_to(group: ZarrGroup, by: str, count: int, step: int) -> int:
     if by not in group or not count:
         return 0
     before = np.flatnonzero(np.asarray(group[by][:count]) < step)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.storage.attributes import sealed
-from tailrace.runs.storage.files import FORMAT, import_zarr
+from tailrace.runs.storage.files import FORMAT, ZarrGroup, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.executions import join_executions
@@ -45,7 +45,11 @@ class RunTables:
     """
 
     def __init__(
-        self, store: BufferedStore, root: Any, history: HistoryTable, executions: ExecutionTable
+        self,
+        store: BufferedStore,
+        root: ZarrGroup,
+        history: HistoryTable,
+        executions: ExecutionTable,
     ) -> None:
         self._store, self._root = store, root
         self._history, self._executions = history, executions

@@ -13,7 +13,7 @@ from tailrace.records.parts import PER_MICROBATCH, Part
 from tailrace.records.record import Record
 from tailrace.records.sinks import Finished
 from tailrace.runs.storage.attributes import sealed, unsealed
-from tailrace.runs.storage.files import describe_tree
+from tailrace.runs.storage.files import ZarrGroup, describe_tree
 from tailrace.runs.tables.columns import Columns
 from tailrace.taps.reductions import NUM_BINS, STATS
 
@@ -82,7 +82,7 @@ def _forms(record: Record) -> list[Any]:
 class RecordTable:
     """A table of tensors: created for their first records, then appended to."""
 
-    def __init__(self, group: Any, records: Sequence[Record]) -> None:
+    def __init__(self, group: ZarrGroup, records: Sequence[Record]) -> None:
         first = records[0]
         tree, _, _ = _forms(first)
         said = {"kind": first.kind, "names": [record.name for record in records], "tree": tree}
@@ -161,7 +161,7 @@ def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
 class HistoryTable:
     """Loss and metrics, one row per step."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ZarrGroup) -> None:
         group.attrs.put(sealed({"names": []}))
         self.columns = Columns(group, "step")
         self._numbers: dict[str, int] = {}
@@ -214,7 +214,7 @@ class HistoryTable:
 class ExecutionTable:
     """One row per execution: its steps, and when it ended."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ZarrGroup) -> None:
         self.columns = Columns(group, "execution")
         for name, dtype in EXECUTION.items():
             self.columns.add_column(name, np.dtype(dtype), (), ())
