@@ -62,7 +62,7 @@ class Watch:
         emitted: what the second run emitted; None if there was none.
         digests: those after the second run.
         sight: the tensors whose digests both runs emitted; None if none.
-        replicas: how many replicas ran.
+        replicas: the number of replicas.
     """
 
     expected: Any
@@ -77,9 +77,9 @@ class Sentinel:
     """Decides which executions are checked, and compares.
 
     Args:
-        share: of executions that are run again, from 0 to 1.
-        digests: of the state.
-        seed: chooses which.
+        share: the fraction of executions that are run again, from 0 to 1.
+        digests: computes the digests of the state.
+        seed: the seed of the choice.
     """
 
     def __init__(self, share: float, digests: StateDigests, seed: int) -> None:
@@ -105,9 +105,9 @@ class Sentinel:
         """Dispatch an execution, and a second time if it is chosen; nothing is waited for.
 
         Args:
-            runner: of the loop.
-            state: what it works on.
-            step: the first one.
+            runner: the loop.
+            state: the buffers that it works on.
+            step: the first step.
             run: `run(runner, state)` dispatches; with `block` on given elements.
         """
         # Digests are taken in any case, whether this execution is chosen or not: corruption at rest is

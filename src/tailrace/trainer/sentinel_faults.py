@@ -30,8 +30,8 @@ class Fault:
     """One flipped bit.
 
     Attributes:
-        name: of the tensor.
-        step: when.
+        name: the name of the tensor.
+        step: the step in which it is flipped.
         index: which value of the tensor, counted as if it were flat.
         bit: which bit of that value.
     """

@@ -101,12 +101,12 @@ def fingerprint_of(
     """The fingerprints of an execution by group.
 
     Args:
-        names: of the leaves of the state.
-        digests: of those leaves.
+        names: the names of the leaves of the state.
+        digests: the digests of those leaves.
         emitted: what left the program; the digests of gradients are in it.
         losses: [steps, microbatches, replicas].
         elements: the digests of its elements, likewise.
-        first_step: of the execution.
+        first_step: the first step of the execution.
     """
     found = state_groups(names, joined(digests))
     for key, emission in emitted.items():

@@ -110,7 +110,7 @@ def verify(
         optimizer: an optax transformation; SGD if it is None.
         model_state: the model state to start from.
         replicas: how many copies.
-        seed: where random keys come from.
+        seed: the seed of random keys.
 
     Raises:
         OptionError: it is not a pipeline.

@@ -24,13 +24,13 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     In the resumed epoch, callbacks are not called for batches that were done before.
 
     Args:
-        callbacks: as Keras has them.
+        callbacks: the callbacks, as Keras takes them.
         keeping: the checkpoints.
-        pacing: of the fit.
+        pacing: the pacing of the fit.
         users: the user's callbacks, whose state is kept.
         program: returns the training program, which Keras makes before training begins.
-        epoch: the first one.
-        **params: as Keras has them.
+        epoch: the first epoch.
+        **params: the parameters of a list of callbacks, as in Keras.
     """
 
     def __init__(

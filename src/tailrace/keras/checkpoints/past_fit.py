@@ -36,7 +36,7 @@ class PastFit(Keeping):
 
     Args:
         kept: the checkpoint.
-        step: the one to look at.
+        step: the step to look at.
         recorded: what is known of the training.
     """
 
@@ -148,7 +148,7 @@ def replay_fit(
         step: the number of the step.
         observe: taps.
         checkpoint: what `fit(checkpoint=...)` was given.
-        pacing: of the fit.
+        pacing: the pacing of the fit.
         call: the arguments of Keras' `fit`.
     """
     start = nearest(checkpoint, step)

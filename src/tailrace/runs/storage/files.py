@@ -27,8 +27,8 @@ import numpy as np
 from tailrace.errors import MissingDependency, RunError
 
 ZarrGroup = Any
-"""A `zarr.Group`. Zarr is imported only when it is used; to a type checker, whatever a group holds is an
-array or another group."""
+"""A `zarr.Group`. Zarr is imported only when it is used, and to a type checker whatever a group holds
+is an array or another group."""
 
 ZarrArray = Any
 """A `zarr.Array`, likewise."""

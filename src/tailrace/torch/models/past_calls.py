@@ -71,9 +71,9 @@ class PastCalls:
     """The calls of a training model again, from a file on.
 
     Args:
-        options: of the model.
+        options: the options of the model.
         checkpoint: a file that `save` wrote, or a directory of them.
-        step: the one to look at.
+        step: the step to look at.
         log: what the model knows of its calls.
     """
 

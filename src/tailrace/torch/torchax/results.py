@@ -71,8 +71,8 @@ def corrected(
 
     Args:
         func: the function.
-        args: what it was called with.
-        kwargs: likewise.
+        args: its arguments.
+        kwargs: its keyword arguments.
         found: what its lowering returned.
         tensor: a JAX value as a tensor.
     """

@@ -47,7 +47,7 @@ class Ran:
         leaves: the tensors in it: (path, value).
         losses: what loss functions returned, in order.
         buffers: the buffers afterwards.
-        changed: those that are others than before.
+        changed: those that have another value than before.
         written: arguments that were changed in place, by their number.
     """
 
@@ -67,7 +67,7 @@ class ModuleFunction:
     Args:
         module: the module.
         training: for each module inside, whether it is in training mode.
-        precision: of matrix products, as `jax.default_matmul_precision` has it; None: JAX's own.
+        precision: the precision of matrix products, as for `jax.default_matmul_precision`; None: JAX's.
         staging: which stage a block belongs to.
         differentiated: whether gradients of it may be asked for.
     """
@@ -88,10 +88,10 @@ class ModuleFunction:
         """Run forward.
 
         Args:
-            params: JAX values by name.
-            buffers: likewise.
+            params: the parameters, JAX values by name.
+            buffers: the buffers, likewise.
             fill: `fill(wrap)` gives the arguments, with each array in them wrapped as a tensor.
-            key: where random numbers come from.
+            key: the key that random numbers are drawn from.
         """
         env = environment()
         watch = Watch(env, staging=self.staging)

@@ -95,7 +95,7 @@ class FitParts:
     """What of a running fit goes into its checkpoints.
 
     Attributes:
-        feed: where it reads.
+        feed: the feed that it reads from.
         callbacks: those that have a state keep it.
         journal: its history and records.
         progress: how far it is.

@@ -50,10 +50,10 @@ def example_gradients(
     """Loss, gradient norm and alignment of each example.
 
     Args:
-        engine: whose loss function it is.
+        engine: the engine with the loss function.
         read: parameters and model state before the step.
-        gradients: of the step, leaf by leaf.
-        elements: of the step, stacked leaf by leaf.
+        gradients: the gradients of the step, leaf by leaf.
+        elements: the elements of the step, stacked leaf by leaf.
         spec: the form of an element.
     """
     step, params = engine.step_function, read[0]

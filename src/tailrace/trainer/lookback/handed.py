@@ -28,9 +28,9 @@ class HandedReplay:
     """Runs the blocks of a training again, up to a step and the end of its execution.
 
     Args:
-        step: the one to look at.
+        step: the step to look at.
         recorded: what is known of the training.
-        note: of the checkpoint.
+        note: the note of the checkpoint.
     """
 
     def __init__(self, step: int, recorded: Recorded, note: Mapping[str, Any]) -> None:
@@ -45,11 +45,11 @@ class HandedReplay:
         """Whether the step was seen, and its execution is over."""
 
     def take(self, engine: Engine, feed: Feed, block: Staged, exact: bool = False) -> None:
-        """Run the steps of a block, without those behind the last one that matters.
+        """Run the steps of a block, up to the last one that matters.
 
         Args:
             engine: made for looking back, with its state at the block's start.
-            feed: says what its elements look like.
+            feed: describes its elements.
             block: elements; its room is what the program of the training had.
             exact: whether that program was made for exactly these steps, not for any up to them.
         """

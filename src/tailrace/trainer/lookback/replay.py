@@ -34,7 +34,7 @@ class Difference:
     """A value that differs from the recorded one.
 
     Attributes:
-        step: where: a step, or the last one of an execution.
+        step: the step, or the last one of the execution.
         what: "loss", or the group of tensors whose fingerprint differs.
         recorded: what the training kept.
         replayed: what the replay found.
@@ -147,9 +147,9 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
     """What a replay found: the step that was looked at, and what all steps were compared with.
 
     Args:
-        seen: the step.
-        comparison: with what was recorded.
-        note: of the checkpoint.
+        seen: the results of the step.
+        comparison: the comparison with what was recorded.
+        note: the note of the checkpoint.
     """
     loss = float(np.mean(seen.scalars["loss"]))
     found, compared = comparison.differences, comparison.compared
@@ -243,7 +243,7 @@ class Start:
     """The checkpoint that steps are run again from.
 
     Attributes:
-        kept: which one.
+        kept: the checkpoint.
         directory: its directory.
         arrays: its arrays.
         note: its note.

@@ -31,15 +31,15 @@ CHUNK = 64
 
 
 class Rerun:
-    """Runs steps again, from where a checkpoint is.
+    """Runs steps again, from a checkpoint on.
 
     Args:
-        engine: of the trainer whose steps they are; it is not touched.
+        engine: the engine of the trainer whose steps they are; it is not changed.
         observe: taps for the steps that are looked at.
         dataset: the one that was trained on, or an equal one.
-        arrays: of the checkpoint.
-        note: of the checkpoint.
-        directory: of the checkpoints: with it, the kernels that XLA chose are those of then.
+        arrays: the arrays of the checkpoint.
+        note: the note of the checkpoint.
+        directory: the directory of the checkpoints, which also has the kernels that XLA chose then.
     """
 
     def __init__(

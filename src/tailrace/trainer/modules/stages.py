@@ -22,7 +22,7 @@ class StagesBinding(Binding):
     """A binding for each stage.
 
     Args:
-        pipeline: what the stages are of.
+        pipeline: the pipeline that the stages belong to.
         params: the module (or the parameters) of each stage.
         model_state: the state of each stage, where modules do not hold it.
         bind: finds the binding of one stage.
@@ -121,7 +121,7 @@ class Stage(Function):
     """A stage of the user, called with its module.
 
     Args:
-        binding: of its module.
+        binding: the binding of its module.
         fn: the stage.
         first: whether it gets the element of the dataset, or the outputs of the stage before.
         stateful: whether the pipeline has a model state.

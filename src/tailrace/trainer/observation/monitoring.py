@@ -19,9 +19,9 @@ class Monitor:
     """The best of a logged value so far.
 
     Args:
-        name: of the value.
-        mode: "min", "max" or "auto", which goes by the name.
-        min_delta: by how much a value must be better to count.
+        name: the name of the value.
+        mode: "min", "max" or "auto", which decides by the name.
+        min_delta: the smallest change that counts as an improvement.
 
     >>> accuracy = Monitor("val_accuracy")
     >>> accuracy.improves({"val_accuracy": 0.5}), accuracy.improves({"val_accuracy": 0.4})

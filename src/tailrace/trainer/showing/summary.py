@@ -26,8 +26,8 @@ class Part:
 
     Attributes:
         name: the scope, or the parameter.
-        count: how many numbers.
-        nbytes: their bytes.
+        count: how many values.
+        nbytes: their size in bytes.
         form: dtype and shape of a parameter; how many parameters a scope has.
     """
 

@@ -29,7 +29,7 @@ class VariableScope:
 
     Attributes:
         name: what names begin with; empty outside all scopes.
-        initializer: for variables that have none of their own.
+        initializer: the initializer of variables that have none of their own.
 
     >>> from tailrace.compat import ipu
     >>> with ipu.variable_scope("encoder") as scope:
@@ -121,7 +121,7 @@ def variable_scope(
     Args:
         name_or_scope: a name, or what an earlier `with variable_scope(...) as scope` gave.
         default_name: the name if there is none.
-        initializer: for variables inside that have none of their own.
+        initializer: the initializer of variables inside that have none of their own.
         **_: `reuse`, `use_resource`...: without effect.
 
     >>> from tailrace.compat import ipu
