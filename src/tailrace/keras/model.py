@@ -143,7 +143,7 @@ class Adopted(Setters, Assigning, LookingBack):
         program = self.programs.get("train")
         if program is None or getattr(program, "engine", None) is None:
             raise ProgramError(
-                f"model.{what} is there after a fit: the model has not been trained since it was "
+                f"model.{what} exists after a fit: the model has not been trained since it was "
                 f"compiled. Call fit first."
             )
         return program

@@ -191,7 +191,7 @@ class CompiledOp:
             return kept[0].tensors
 
         found = discover(looked_through, forms, self._keep)
-        # An inference pipeline beside loops or writes runs as a loop on one device: its order matters.
+        # An inference pipeline next to loops or writes runs as a loop on one device: its order matters.
         alone = not found.loops and not found.written
         if found.trains or (found.pipelines and alone):
             return self._pipelined(found, computation)

@@ -94,7 +94,7 @@ class Variable(keras.Variable):
         """The value.
 
         Args:
-            session: the session; None: the one around.
+            session: the session; None: the enclosing one.
         """
         return (session or current_session()).run(self)
 

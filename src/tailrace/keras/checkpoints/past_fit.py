@@ -55,7 +55,7 @@ class PastFit(Keeping):
         return (self._kept, *self._read_note)
 
     def choices(self, fingerprint: bool) -> tuple[Any, bool]:
-        """The choices of then, which are read only."""
+        """The choices that were made then; they are only read."""
         return self._writer.directory.directory, False
 
     @property

@@ -304,7 +304,7 @@ class Training(Executions):
         sent: list[dict[str, Any]] = []
         ready = None
         quiet = self._is_quiet(engine, steps)
-        # Muted scalars are no outputs of the program: where nobody reads them, they cost nothing.
+        # Muted scalars are not outputs of the program: unread, they cost nothing.
         engine.runner.muted = frozenset([engine.scalars]) if quiet else frozenset()
         while ran < steps:
             length = min(piece, steps - ran)

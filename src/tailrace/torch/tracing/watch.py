@@ -1,7 +1,7 @@
 """What is seen of a PyTorch module while its forward pass is traced: losses, paths, constants.
 
 A mode in front of torchax's own sees every function that the module calls. It notes what loss
-functions return, turns tensors that are no part of the module into constants of the program, and
+functions return, turns tensors that are not part of the module into constants of the program, and
 keeps `torch.no_grad()` in force, which torchax alone would not.
 """
 

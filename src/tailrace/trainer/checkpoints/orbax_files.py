@@ -182,7 +182,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
             for name, (shape, dtype, checksum) in said["arrays"].items()
         }
         note = dict(said["note"])
-        # Everything beside the arrays: step, seed, position, the arrays' own checksums.
+        # Everything except the arrays: step, seed, position, the arrays' own checksums.
         now = json_checksum([said["note"], said["arrays"]])
         whole = "checksum" not in said or said["checksum"] == now
     if version != FORMAT:

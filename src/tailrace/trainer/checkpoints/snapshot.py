@@ -158,7 +158,7 @@ def _is_key_like(leaf: jax.Array, stored: np.ndarray, kind: str) -> bool:
     """Whether a leaf is a random key of the stored kind and shape."""
     try:
         form = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), stored)
-    except (TypeError, ValueError):  # what is stored are no keys, or of a kind that is not known
+    except (TypeError, ValueError):  # not a key, or one of an unknown kind
         return False
     return form.shape == leaf.shape and form.dtype == leaf.dtype
 

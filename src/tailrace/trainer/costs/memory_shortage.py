@@ -106,7 +106,7 @@ def describe_shortage(
         else "The state was lost with the execution: go back to a checkpoint."
     )
     return (
-        f"The device has not enough memory for an execution of {length} steps{asked}. On each device: "
+        f"The device does not have enough memory for an execution of {length} steps{asked}. On each device: "
         f"{listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
     )
 

@@ -128,7 +128,7 @@ def chunk_of(rows: int, params: Tree) -> int:
 
 
 def input_norm(row: Any) -> float:
-    """The norm of the numbers in a row that are no integers; 0 if there are none.
+    """The norm of the floats in a row; 0 if there are none.
 
     >>> input_norm({"x": np.array([3.0, 4.0]), "label": np.array([7])})
     5.0

@@ -167,7 +167,7 @@ def _numbered(
     with np.errstate(divide="ignore", invalid="ignore"):
         measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
         scores = [robust_scores(each, least=ALIKE) for each in measured]
-        # Inputs that a saturated layer hides from the loss. They are often much alike: so near that
+        # Inputs that a saturated layer hides from the loss. They are often so close together that
         # their spread says nothing, and only those count that are plainly larger.
         inputs = rows["input_norm"]
         large = inputs > GROWN * np.median(inputs)

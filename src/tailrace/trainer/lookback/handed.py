@@ -71,7 +71,7 @@ class HandedReplay:
             looking, length = start == self.step, stop - start
             runner = pair.loud if looking else pair.silent
             part = portion(block, (start - first) * count, length * count)
-            # The program of then, so that XLA rounds as it did: for exactly this length, or with
+            # The program that ran then, so that XLA rounds as it did: for exactly this length, or with
             # room for the longest.
             if exact and part.count == block.room:
                 runner.capacity = None

@@ -231,7 +231,7 @@ class Comparison:
 
 
 def check_step(step: object) -> None:
-    """Refuse what is no number of a step."""
+    """Refuse anything but the number of a step."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise OptionError(
             f"step is the number of a step that was trained, counted from 0. Received: step={step!r}."

@@ -98,7 +98,7 @@ class Plain(Binding):
     def model(self, params: Tree, state: Tree) -> Any:
         """There is none."""
         raise ProgramError(
-            "trainer.model is the module that was given in the place of params: an nnx.Module, an "
+            "trainer.model is the module that was given in place of params: an nnx.Module, an "
             "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
         )
 

@@ -1,4 +1,4 @@
-"""An Equinox module in the place of parameters.
+"""An Equinox module in place of parameters.
 
 Its arrays of floats are trained; the rest of it is static. With an `eqx.nn.State` as `model_state`,
 functions get and return it as Equinox' layers do.

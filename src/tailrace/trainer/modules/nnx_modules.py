@@ -1,4 +1,4 @@
-"""An `nnx.Module` in the place of parameters.
+"""An `nnx.Module` in place of parameters.
 
 The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
 derived from `tr.key()` for each call; everything else (`nnx.BatchStat` and the like) is the model

@@ -1,4 +1,4 @@
-"""An `nnx.State` in the place of parameters, as `nnx.split` makes it.
+"""An `nnx.State` in place of parameters, as `nnx.split` makes it.
 
 Functions get a state of variables again, to merge; the engine has plain values, so that a parameter is
 called by its path alone, without the `value` that a variable adds.

@@ -96,7 +96,7 @@ def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         raise
     except Exception as error:  # safetensors has an error class of its own
         raise CheckpointError(
-            f"{str(where)!r} is no bundle, or is damaged: {type(error).__name__}: {error}"
+            f"{str(where)!r} is not a bundle, or is damaged: {type(error).__name__}: {error}"
         ) from error
     return arrays, note
 

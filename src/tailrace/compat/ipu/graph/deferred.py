@@ -108,12 +108,12 @@ class Deferred:
         return feed[id(self)]
 
     def eval(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> Any:
-        """The value, in a session or the one around."""
+        """The value, in a session or the enclosing one."""
         found = session or current_session()
         return found.run(self, feed_dict)
 
     def run(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> None:
-        """Compute it, in a session or the one around."""
+        """Compute it, in a session or the enclosing one."""
         self.eval(feed_dict, session)
 
     @property

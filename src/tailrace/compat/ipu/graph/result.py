@@ -43,7 +43,7 @@ class Result:
         return ended
 
     def with_values(self, values: list[Any]) -> Any:
-        """The same structure with these tensors; operations left away."""
+        """The same structure with these tensors; operations are left out."""
         rest = iter(values)
 
         def again(out: Tree) -> Any:

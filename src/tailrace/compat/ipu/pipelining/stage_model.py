@@ -71,7 +71,7 @@ def _origins(out: Tree, values: list[Any], sources: list[int | None]) -> list[in
 
 
 def outputs_of(out: Tree) -> list[Any]:
-    """The outputs of a stage as the arguments of the next one; operations left away."""
+    """The outputs of a stage as the arguments of the next one; operations are left out."""
     values = out if isinstance(out, list | tuple) else [out]
     return [
         jax.tree.map(as_array, value)

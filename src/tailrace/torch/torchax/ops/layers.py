@@ -33,7 +33,7 @@ def _batch_norm(
 ) -> Any:
     """Batch normalisation that also updates the running statistics, as PyTorch's does."""
     x = input.jax()
-    if not x.size:  # of nothing there are no statistics
+    if not x.size:  # an empty batch has no statistics
         return watch.tensor(x)
     axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
