@@ -106,8 +106,8 @@ def describe_shortage(
         else "The state was lost with the execution: go back to a checkpoint."
     )
     return (
-        f"The device does not have enough memory for an execution of {length} steps{asked}. On each device: "
-        f"{listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
+        f"The device does not have enough memory for an execution of {length} steps{asked}. On each "
+        f"device: {listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
     )
 
 
