@@ -346,6 +346,7 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
     ) -> DeviceOptimizer:
         bound = super()._bind(optimizer, unused)
+        # As the original shows them: gradients there are those of the scaled loss.
         bound.scaled_gradients = True
         if self._given.Training.automatic_loss_scaling:
             bound.scale_automatically()

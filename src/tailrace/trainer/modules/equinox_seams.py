@@ -47,6 +47,7 @@ def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
     kind = type(made)
     if not isinstance(made, eqx.Module) or (call := _own_call(kind)) is None:
         return made
+    # Without `__init__`: a user's may compute, or take arguments that are gone.
     copy = object.__new__(scoped_class(kind, call))
     for name, value in vars(made).items():
         object.__setattr__(copy, name, value)

@@ -65,6 +65,7 @@ class NnxBinding(Binding):
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
         given = jax.tree.leaves(params)
+        # By identity: an assignment replaces the array, and comparing values would need them.
         changed = [
             path_name(path) for (path, x), y in zip(found, given, strict=False) if x is not y
         ]

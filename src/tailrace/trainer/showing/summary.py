@@ -114,6 +114,7 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
             for name, leaf in named
         )
     groups: dict[str, list[Any]] = {}
+    # The deepest level whose scopes still fit into the table.
     for depth in range(1, 10):
         deeper: dict[str, list[Any]] = {}
         for name, leaf in named:
