@@ -160,6 +160,7 @@ def _embedding_bag(
         starts = offsets.jax()
         starts = starts[:-1] if include_last_offset else starts
         count = starts.shape[0]
+        # The bag of each entry: the last one that starts at or before it.
         bags = jnp.searchsorted(starts, jnp.arange(index.size), side="right") - 1
     index = index.ravel()
     kept = (
