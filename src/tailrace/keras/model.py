@@ -124,7 +124,7 @@ class Adopted(Setters, Assigning, LookingBack):
     def forget_programs(self) -> None:
         """Drop the device programs; they are built again when needed."""
         model = self.model
-        # Keras calls `make_..._function` again for a function that is None.
+        # Keras makes a function again where there is none.
         model.train_function = model.test_function = model.predict_function = None
         self.programs = {}
 

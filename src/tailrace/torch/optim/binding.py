@@ -28,7 +28,6 @@ from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (torch.optim.SGD, "sgd"),
-    # AdamW before Adam, which it derives from.
     (torch.optim.AdamW, "adam"),
     (torch.optim.Adam, "adam"),
     (torch.optim.RMSprop, "rmsprop"),
