@@ -79,7 +79,7 @@ def explain(
     flops = flops_of(compiled)
     # The update is outside of the loop of microbatches: it runs once.
     flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
-    sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
+    sizes = {name: tree_bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
     if keeping is not None:  # the part that one device holds
         sizes["optimizer state"] = keeping.device_bytes
     sizes["elements"] = runner.bytes_per_pass * length // runner.placement.local_replicas
@@ -113,5 +113,6 @@ def flops_of(compiled: Any) -> float:
     return float(cost.get("flops", 0.0))
 
 
-def _bytes(tree: Tree) -> int:
+def tree_bytes(tree: Tree) -> int:
+    """The bytes of all arrays of a tree, or of those that its shapes describe."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
