@@ -184,7 +184,10 @@ def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) ->
         return recorded
     settings = adopted.settings
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
-        arrays, note = _read(kept)
+        try:
+            arrays, note = _read(kept)
+        except orbax_files.DamagedCheckpoint:
+            continue  # an earlier one may know the step too
         first = int(note[KIND]["first_step"])
         if first <= step:
             history = history_of(arrays, first, settings.microbatches, settings.replicas)
