@@ -656,6 +656,6 @@ def test_a_pipeline_beside_a_loop():
     run(net, 1.0)
     assert out.dequeue().tolist() == [5] * 4
     with pytest.raises(
-        ipu.errors.FailedPreconditionError, match="A training pipeline and a loop stand in one"
+        ipu.errors.FailedPreconditionError, match="A training pipeline and a loop are in one"
     ):
         run(lambda x: net(x, optimizer_function=descent(0.1)), 1.0)

@@ -1,6 +1,7 @@
 """`tk.of(model).replay`: a past step of a fit is the step that happened, or says where it is not."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -135,6 +136,16 @@ def test_a_model_of_another_process_finds_the_record_in_later_checkpoints(plain)
     assert found.proved is True, str(found)
     last = made().replay(17, X, Y, checkpoint=folder, **fit)
     assert last.proved is True
+
+
+def test_a_damaged_later_checkpoint_is_passed_over(plain, tmp_path):
+    """Earlier ones know the step too, and prove it."""
+    folder, fit = plain
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (last,) = copy.glob("fit-0/step-*-end")
+    (last / "files.json").write_text("damaged")
+    found = made().replay(10, X, Y, checkpoint=copy, **fit)
+    assert found.proved is True, str(found)
 
 
 def test_other_data_and_other_programs_are_not_taken_for_the_same(plain):

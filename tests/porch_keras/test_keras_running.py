@@ -555,5 +555,5 @@ def test_observation_of_an_unchanged_model(tmp_path):
     assert model.records["activation/up"].values.shape == (8, 8, 5)
     assert "grad/down/bias" in [entry.name for entry in model.tensors()]
     assert list(tr.open_run(tmp_path / "run").records["loss"].steps) == list(range(8))
-    with pytest.raises(tr.TailraceError, match="model.records is there after a fit"):
+    with pytest.raises(tr.TailraceError, match="model.records exists after a fit"):
         _ = line().records

@@ -36,7 +36,7 @@ def test_the_first_step_and_tensor(tmp_path, amount):
     found = tr.diff(str(first), second)
     assert (found.tensor, found.step, found.kind) == ("grad/b", 3, "tensor")
     assert found.largest == (0.5 if amount == 0.5 else np.inf)
-    assert "They part in step 3, microbatch 0 at grad/b (tensor): 3" in str(found)
+    assert "They first differ in step 3, microbatch 0 at grad/b (tensor): 3" in str(found)
 
 
 def test_tolerances(tmp_path):
@@ -115,7 +115,7 @@ def test_functions():
     found = tr.diff(model, narrow, batch)
     assert found.tensor == "activation/second:mul"
     assert 0 < found.relative < 1e-2
-    assert str(found).startswith("They part at activation/second:mul (tensor): ")
+    assert str(found).startswith("They first differ at activation/second:mul (tensor): ")
     assert not tr.diff(model, narrow, batch, rtol=0.05)
 
 

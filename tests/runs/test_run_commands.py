@@ -78,7 +78,7 @@ def test_diff(finished, tmp_path, capsys):
     train(make_trainer(tmp_path / "other", rate=0.02))
     assert main(["diff", str(finished), str(finished)]) == 0
     assert main(["diff", str(finished), "other"]) == 1
-    assert "They part in step 1" in capsys.readouterr().out
+    assert "They first differ in step 1" in capsys.readouterr().out
 
 
 def test_tensors(capsys):

@@ -11,6 +11,7 @@ import zarr
 from test_damaged_runs import read_everything
 
 import tailrace as tr
+from tailrace.runs.profiles import read_profile
 from tailrace.runs.storage.files import codecs
 from tailrace.runs.tables.stored import MOST_DENSE
 
@@ -43,6 +44,32 @@ def test_deep_json(finished, name):
     (finished / name).write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(tr.errors.RunError, match="is damaged"):
         read_everything(finished)
+
+
+BESIDE = ["compilations.json", "interventions.json", "nonfinite.json", "profile.json"]
+"""What happened to a run, and its profile: a run can be read without them."""
+
+
+def read_beside(directory):
+    run = tr.open_run(directory)
+    happened = [*run.compilations, *run.interventions, *run.nonfinite_reports]
+    return happened or read_profile(directory)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_file_beside_the_tables_that_cannot_be_read_is_none(finished, name):
+    """A pipe, a device, and JSON too deep or of another kind: nothing is waited for or raised."""
+    for other in BESIDE:
+        (finished / other).unlink(missing_ok=True)
+    os.mkfifo(finished / name)
+    assert read_beside(finished) is None
+    (finished / name).unlink()
+    (finished / name).symlink_to("/dev/zero")
+    assert read_beside(finished) is None
+    (finished / name).unlink()
+    for text in ("[" * 100_000 + "]" * 100_000, '{"kind": "rewind"}', "[1, null]", "no JSON"):
+        (finished / name).write_text(text)
+        assert read_beside(finished) is None
 
 
 def test_a_large_description_is_not_read(finished):

@@ -119,7 +119,7 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     assert_bits_equal(found["param/out"].values[0], np.asarray(trainer.params["out"]))
     assert (found.step, found.proved) == (trainer.step, None)
     assert other.step == 0
-    with pytest.raises(CheckpointError, match="is no bundle, or is damaged"):
+    with pytest.raises(CheckpointError, match="is not a bundle, or is damaged"):
         other.replay_bundle(tmp_path, regression(1)[0])
     with pytest.raises(CheckpointError, match=r"has 2 arrays. Received: an example with 1"):
         other.replay_bundle(tmp_path / "bundle", regression(1)[0][0])

@@ -84,6 +84,7 @@ def benchmark_data(subparsers: Subparsers) -> None:
 
 
 def _run_benchmark_data(arguments: argparse.Namespace) -> int:
+    # Imports are in the functions of commands: `--help` must need no JAX.
     from tailrace.data.adapters import FromFunction, as_dataset
     from tailrace.feeds.benchmark.measure import dataset_benchmark
     from tailrace.feeds.benchmark.verdict import verdict
@@ -94,6 +95,8 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
         )
     dataset = as_dataset(load(arguments.target))
     if isinstance(dataset, FromFunction):
+        # Called once, here: an exception of the user's function becomes a sentence, and it is not
+        # timed.
         dataset = call(dataset.make, arguments.target)
     measured = dataset_benchmark(dataset, *_amounts(arguments, dataset.length))
     if arguments.json:

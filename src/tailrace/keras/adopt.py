@@ -86,6 +86,7 @@ def adopt(model: keras.Model, replicas: int = 1) -> Any:
         take_over(model, replicas)
     else:
         adopted.settings.replicas = replicas
+        # Programs are traced for a number of replicas.
         adopted.forget_programs()
     return model
 
@@ -140,6 +141,8 @@ class _Added:
             return self
         adopted = attached(model)
         if adopted is None:
+            # For other models the name must not exist: `hasattr` and a user's own `__getattr__`
+            # rely on that.
             raise AttributeError(f"{type(model).__name__!r} object has no attribute {self._name!r}")
         return getattr(adopted, self._inside)
 
@@ -148,6 +151,7 @@ def _made(make: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: An
     """Create a model, and let an open scope adopt it."""
     make(model, *args, **kwargs)
     adopting = scopes.innermost()
+    # A model's `__init__` may call that of its base classes, each of which comes here.
     if adopting is not None and attached(model) is None:
         adopting(model)
 
@@ -186,6 +190,8 @@ def install() -> None:
     """Install the hooks, once."""
     functional: Any = functional_class()
     hook(keras.Model, "__init__", _made)
+    # A Functional model knows its layers when it is made; a subclassed one does not, and is checked
+    # later.
     hook(functional, "__init__", _functional_made)
     for name in _HOOKED:
         PLAIN[name] = hook(keras.Model, name, _asked(name))

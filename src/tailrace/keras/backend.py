@@ -14,6 +14,8 @@ OLDEST = (3, 12)
 def load() -> None:
     """Import Keras with its JAX backend, or raise an error that says why not."""
     if "keras" not in sys.modules:
+        # Keras reads it once, when it is imported. A backend that the user has chosen is left, and
+        # refused below.
         os.environ.setdefault("KERAS_BACKEND", "jax")
     try:
         import keras

@@ -108,6 +108,8 @@ class Adopted(Setters, Assigning, LookingBack):
                 rules one out.
         """
         model, settings = self.model, self.settings
+        # The optimizer first: ours are wrapped or refused before Keras makes its own of what was
+        # given.
         if args:
             args = (settings.own_optimizer(args[0]), *args[1:])
         elif "optimizer" in kwargs:
@@ -122,6 +124,7 @@ class Adopted(Setters, Assigning, LookingBack):
     def forget_programs(self) -> None:
         """Drop the device programs; they are built again when needed."""
         model = self.model
+        # Keras makes a function again where there is none.
         model.train_function = model.test_function = model.predict_function = None
         self.programs = {}
 
@@ -140,7 +143,7 @@ class Adopted(Setters, Assigning, LookingBack):
         program = self.programs.get("train")
         if program is None or getattr(program, "engine", None) is None:
             raise ProgramError(
-                f"model.{what} is there after a fit: the model has not been trained since it was "
+                f"model.{what} exists after a fit: the model has not been trained since it was "
                 f"compiled. Call fit first."
             )
         return program
@@ -170,6 +173,7 @@ class Adopted(Setters, Assigning, LookingBack):
                     f"keras.callbacks.BackupAndRestore."
                 )
             return plain(model, *args, **kwargs)
+        # Keras' own signature, whatever version: arguments are read and changed by name.
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
@@ -369,6 +373,8 @@ class Adopted(Setters, Assigning, LookingBack):
             ours = isinstance(getattr(model, name), _Function)
             return PLAIN[f"make_{name}"](model, force or ours)
         program: Any = self.programs.get(mode)
+        # A layer that was added, frozen or rebuilt changes the variables without a call of
+        # `compile`.
         if force or type(program) is not kind or not program.layout.same(model):
             program = self.programs[mode] = kind(model)
         setattr(model, name, _Function(self, mode, program))
@@ -398,6 +404,7 @@ class Adopted(Setters, Assigning, LookingBack):
     ) -> Iterator[None]:
         """A context around Keras' trainer, which counts batches over all replicas."""
         model, running = self.model, self._running
+        # Evaluation inside of a fit, or a callback that calls `fit` of the same model, may nest.
         before, running[mode] = running.get(mode), pacing
         configured = model.steps_per_execution
         if not same_execution:

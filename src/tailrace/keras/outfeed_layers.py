@@ -107,6 +107,8 @@ class Outfeed(keras.layers.Layer):
         """The inputs."""
         if self.outfeed_queue is None or not _sends():
             return inputs
+        # The returned value is the one to go on with: a mark whose result is unused vanishes where
+        # the step is differentiated.
         return self.outfeed_queue.enqueue({self.name: inputs})[self.name]
 
     def compute_output_shape(self, input_shape: ShapeLike) -> Any:

@@ -44,6 +44,7 @@ class Scopes:
     def opened(self, value: object) -> Iterator[None]:
         """A scope that is open while the block runs."""
         scope = _Scope(value)
+        # A new tuple: contexts that were copied from this one keep theirs.
         self._stack.set((*self._stack.get(), scope))
         try:
             yield

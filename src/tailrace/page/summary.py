@@ -126,4 +126,5 @@ def _mapping(value: object) -> Rows:
 def _text(value: object) -> str:
     """A text from a file, safe to print and of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
+    # A run may come from someone else: control characters could rewrite the terminal.
     return shown(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")

@@ -33,6 +33,7 @@ class GrowingColumn:
             rows = len(self.values)
             if rows < table.stop:
                 new = dataclasses.replace(table, start=rows).column(name, tensor)
+                # A curve has one number a row: of a tensor's several values, the mean.
                 flat = new.astype(np.float64).reshape(len(new), -1)
                 self.values = np.concatenate([self.values, flat.mean(axis=1)])
             return self.values[: table.stop]
@@ -143,6 +144,7 @@ def _together(parts: list[Exponents]) -> Exponents:
     count = -(-max(part.width * len(part.steps) for part in parts) // width)
     counts = np.zeros((count, NUM_BINS))
     for part in parts:
+        # `add.at`, not `+=`: several columns of a finer part fall into one, and each must count.
         np.add.at(counts, np.arange(len(part.steps)) * part.width // width, part.counts)
     return Exponents(parts[0].steps[0] + width * np.arange(count), width, counts)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -44,6 +43,7 @@ class Row:
         if before is None or before.fit != self.fit:
             return True
         went_back = self.first_step < before.first_step + before.steps
+        # `fit` is the first step of the fit: a second fit from the same step has the same number.
         return went_back and self.first_step == self.fit and not self.resumed
 
     @property
@@ -54,6 +54,7 @@ class Row:
     def cut(self, step: int) -> Row:
         """The part of it that counts after training went back to a step inside it."""
         steps = min(self.steps, step - self.first_step)
+        # Every step of an execution takes the same number of elements.
         return dataclasses.replace(self, steps=steps, count=self.count // self.steps * steps)
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class Audit:
         return "\n".join(lines)
 
 
-def audit(run: Run, dataset: Any = None) -> Audit:
+def audit(run: Run, dataset: object = None) -> Audit:
     """Check which elements the executions of a run consumed.
 
     Args:
@@ -238,7 +239,7 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
                 seen[digest] = step
 
 
-def _compare(rows: list[Row], contents: list[np.ndarray], dataset: Any, found: Audit) -> None:
+def _compare(rows: list[Row], contents: list[np.ndarray], dataset: object, found: Audit) -> None:
     """Compare every element with the dataset."""
     passes: list[tuple[int, list[tuple[Row, np.ndarray]]]] = []
     for before, row, digests in zip([None, *rows], rows, contents, strict=False):
@@ -269,7 +270,7 @@ def _of_row(row: Row, digests: np.ndarray) -> Iterator[tuple[int, int]]:
             yield int(digest), step
 
 
-def _digests(dataset: Any, epoch: int, count: int) -> list[int]:
+def _digests(dataset: object, epoch: int, count: int) -> list[int]:
     """The digests of the first elements of a pass over a dataset."""
     reader = Reader(dataset, epoch)
     paths = reader.spec().paths

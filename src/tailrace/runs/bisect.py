@@ -78,6 +78,7 @@ def _by_end(run: Run) -> dict[int, tuple[int, dict[str, int]]]:
     found = {}
     for row in range(len(columns["steps"]) if "chain" in columns else 0):
         first, steps = int(columns["first_step"][row]), int(columns["steps"][row])
+        # 0 is "not recorded", and compared with nothing.
         groups = {g: int(columns[g][row]) if g in columns else 0 for g in GROUPS}
         if any(groups.values()):
             found[first + steps] = (steps, groups)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory
+from tailrace.runs.storage.json_lists import read_list, write_list
 
 FILE = "compilations.json"
-MOST_BYTES, MOST_ROWS = 1 << 20, 1000
-"""The limit of what is read of the file, which is untrusted."""
+MOST_ROWS = 1000
+"""The most compilations that are read."""
 
 
 def add_compilations(directory: HeldDirectory, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append compilations to those of a run."""
-    whole = [*read_compilations(directory.path), *rows]
-    put_files(directory, {FILE: json.dumps(whole, indent=1).encode()})
+    write_list(directory, FILE, [*read_compilations(directory.path), *rows])
 
 
 def read_compilations(directory: Path) -> list[dict[str, Any]]:
@@ -28,13 +25,7 @@ def read_compilations(directory: Path) -> list[dict[str, Any]]:
     >>> read_compilations(Path("/nowhere"))
     []
     """
-    with contextlib.suppress(OSError, ValueError):
-        path = directory / FILE
-        if path.stat().st_size <= MOST_BYTES:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            listed = found[:MOST_ROWS] if isinstance(found, list) else []
-            return [_checked(row) for row in listed if isinstance(row, dict)]
-    return []
+    return [_checked(row) for row in read_list(directory / FILE, MOST_ROWS)]
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
-from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory
+from tailrace.runs.storage.json_lists import read_list, write_list
 
 FILE = "interventions.json"
-MOST_BYTES, MOST = 1 << 20, 1000
-"""The limit of what is read of the file, which is untrusted."""
+MOST = 1000
+"""The most interventions that are read."""
 
 
 def add_intervention(directory: HeldDirectory, said: dict[str, Any], number: int) -> None:
@@ -23,8 +21,7 @@ def add_intervention(directory: HeldDirectory, said: dict[str, Any], number: int
     there = read_interventions(directory.path)
     if len(there) > number and _without_proof(there[number]) == _without_proof(said):
         return
-    listed = [*there, said]
-    put_files(directory, {FILE: json.dumps(listed, indent=1).encode()})
+    write_list(directory, FILE, [*there, said])
 
 
 def _without_proof(said: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +34,4 @@ def read_interventions(directory: Path) -> list[dict[str, Any]]:
     >>> read_interventions(Path("/nowhere"))
     []
     """
-    with contextlib.suppress(OSError, ValueError):
-        path = directory / FILE
-        if path.stat().st_size <= MOST_BYTES:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            listed = found[:MOST] if isinstance(found, list) else []
-            return [one for one in listed if isinstance(one, dict) and "kind" in one]
-    return []
+    return [one for one in read_list(directory / FILE, MOST) if "kind" in one]

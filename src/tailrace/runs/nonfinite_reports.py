@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from tailrace.errors import NonFiniteError
-from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory
+from tailrace.runs.storage.json_lists import read_list, write_list
 
 REPORTS = "nonfinite.json"
-MOST_BYTES, MOST_REPORTS = 1 << 20, 100
-"""The limit of what is read of the file, which is untrusted."""
+MOST_REPORTS = 100
+"""The most reports that are read."""
 
 
 def add_report(directory: HeldDirectory, error: NonFiniteError) -> None:
@@ -25,9 +23,7 @@ def add_report(directory: HeldDirectory, error: NonFiniteError) -> None:
         "text": str(error),
         "culprit": dataclasses.asdict(culprit) if dataclasses.is_dataclass(culprit) else None,  # pyright: ignore
     }
-    put_files(
-        directory, {REPORTS: json.dumps([*read_reports(directory.path), report], indent=1).encode()}
-    )
+    write_list(directory, REPORTS, [*read_reports(directory.path), report])
 
 
 def read_reports(directory: Path) -> list[dict[str, Any]]:
@@ -38,17 +34,8 @@ def read_reports(directory: Path) -> list[dict[str, Any]]:
     >>> read_reports(Path("/nowhere"))
     []
     """
-    with contextlib.suppress(OSError, ValueError):
-        path = directory / REPORTS
-        if path.stat().st_size <= MOST_BYTES:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            listed = found[:MOST_REPORTS] if isinstance(found, list) else []
-            return [_checked(report) for report in listed if _is_report(report)]
-    return []
-
-
-def _is_report(report: Any) -> bool:
-    return isinstance(report, dict) and isinstance(report.get("text"), str)
+    listed = read_list(directory / REPORTS, MOST_REPORTS)
+    return [_checked(report) for report in listed if isinstance(report.get("text"), str)]
 
 
 def _checked(report: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
 from tailrace.runs.storage.attributes import unsealed
+from tailrace.runs.storage.files import ZarrGroup
 from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tailrace.runs.export.ridges import ExponentRidges
 
 
-def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
+def open_run(directory: str | os.PathLike[str], *, limit: int | str | None = None) -> Run:
     """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
 
     Only descriptions are read; arrays are read on demand. Untrusted runs are safe to open: nothing in
@@ -93,6 +94,7 @@ class Run:
     def refresh(self) -> Run:
         """Update to what has been written since; returns the run itself."""
         self._root = open_root(self.directory, self._limit)
+        # Read once: all properties then speak of the same rows, however the run grows meanwhile.
         self._counts = committed(self.directory, self._root)
         self._history = None
         return self
@@ -210,7 +212,7 @@ class Run:
                 return None
             return read_rows(self.directory, "history", group, "elements", 0, count)
 
-    def _has(self, group: Any, name: str) -> bool:
+    def _has(self, group: ZarrGroup, name: str) -> bool:
         """Whether a table has an optional column; one without a readable description is damaged."""
         if name in group:
             return True
@@ -276,7 +278,9 @@ class Run:
 
         return heatmap(self, select, field, steps, scale)
 
-    def to_tensorboard(self, logdir: Any, select: Select = "*", every: int = 1) -> int:
+    def to_tensorboard(
+        self, logdir: str | os.PathLike[str], select: Select = "*", every: int = 1
+    ) -> int:
         """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
 
         Args:

@@ -170,6 +170,8 @@ class WriteQueue:
         except TailraceError as error:
             with self._changed:
                 self._failure = error if isinstance(error, RunError) else RunError(str(error))
+                # Nothing will be written any more; what waits would only take memory, and hold up
+                # `put`.
                 self._queue.clear()
                 self._bytes = 0
                 self._destination.failed()
@@ -215,6 +217,7 @@ def retried_while_full(
             if not full or (give_up is not None and time.monotonic() > give_up):
                 raise
         if give_up is None:
+            # From the first failure on, not from the latest: the wait has an end.
             give_up = time.monotonic() + FULL_S
             logger.warning(
                 f"The disk of the run directory {str(directory)!r} is full. What is not "

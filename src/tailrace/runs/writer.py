@@ -58,6 +58,7 @@ class RunWriter:
         self.writes = self._interventions = 0
         self._place = HeldDirectory(self.directory)
         self._lock = DirectoryLock(self._place)
+        # Written into the run. A path, and even an inode, may be used again by another run.
         self._identity = uuid.uuid4().hex
         self._tables: RunTables | None = None
         self._queue: WriteQueue | None = None
@@ -222,6 +223,8 @@ class RunWriter:
         return self._queue
 
     def _created(self, info: Mapping[str, Any]) -> RunTables:
+        # First: whatever a killed process leaves next to this file belongs to no run, and the next
+        # one may remove it.
         put_files(self._place, {CREATING: b""})
         tables = RunTables.create(self._place)
         # Last: a directory without this file is not a run.
@@ -247,6 +250,8 @@ class RunWriter:
         from tailrace.runs.tables.stored import open_root
 
         where = info.get("checkpoint")
+        # Only a fit with checkpoints starts again by itself, and only its own directory may be
+        # removed.
         if where is None or str(read_info(self.directory).get("checkpoint")) != str(where):
             return False
         counts: Any = open_root(self.directory).attrs["committed"]
@@ -320,6 +325,7 @@ class _OpenRun:
         """Append executions and validations, then commit them in one file."""
         with _in_words(self.place.path, "could not be written any further", self.tables):
             waiting: list[Finished | Validated] = []
+            # The mark at the end takes in what comes after the last mark of the queue.
             for done in [*queued, Mark()]:
                 if not isinstance(done, Mark):
                     waiting.append(done)

@@ -87,6 +87,7 @@ class Collector:
         arrays = {name: self._split(v, replicas) for name, v in values.items()}
         weights = sent["weight"]
         if weights is not None:
+            # Sums of weights may count rows, and float32 is exact for counts up to 2**24 only.
             weights = self._split(weights, replicas).astype("float64")
         if self.loss_scale is not None and not self.loss_scale.is_fixed:
             note_collapse(float(arrays[SCALE][-1, 0, 0]))

@@ -102,6 +102,8 @@ class Engine:
         # A sentinel's runs are compared by fingerprints. A rerun of past steps needs none of its own.
         # Before any other local exists: these are the arguments, and nothing else.
         given = locals()
+        # Arguments, not attributes: a rerun must get what the user gave. `accumulation`, `seed` and
+        # others are replaced by parsed values below.
         other = ("self", "params", "model_state", "observe", "sentinel")
         self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
         """Makes another engine for the same model, from parameters, model state and taps."""
@@ -112,10 +114,14 @@ class Engine:
         self.seed, self.step, self.optimizer = check_seed(seed), 0, optimizer
         self.taps = parse_taps(observe)
         self.accumulation = Accumulation.of(accumulation)
+        # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
         placement, pipelined = placement_of(self.pipeline, replicas), self.pipeline is not None
         params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
+        # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
+        # than one device.
         first = FirstState(optimizer.init, params)
+        # Before the step: where state is held decides how the step reads and writes it.
         self.memory = plan_memory(
             first.forms,
             placement,
@@ -135,6 +141,8 @@ class Engine:
             model_state is not None,
             self.scalars,
             check_replica_state(replica_state),
+            # Taps mark activations before differentiation, so a step must know all of them when it
+            # is traced. A pipeline's sentinel compares leaves of the state, and needs no marks.
             (*self.taps, WATCHED) if share and not pipelined else tuple(self.taps),
             keeping,
             self.memory.held_activations,
@@ -144,6 +152,7 @@ class Engine:
         values = (params, first, model_state, scaling.init() if scaling is not None else None)
         self._state = begin_state(*values, placement, keeping, pipelined=pipelined)
         self.form = self._state.form
+        # One object for both: a sentinel compares the digests that fingerprints are made of.
         digests = StateDigests(self.form, keeping)
         self.digests = digests if fingerprint else None
         self.sentinel = Sentinel(share, digests, self.seed) if sentinel is not None else None
@@ -152,6 +161,8 @@ class Engine:
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
         """What advances the state, and what reads the results."""
         step, taps = self.step_function, self.taps
+        # Gradients exist only inside the step: unlike the state, they cannot be digested
+        # afterwards. Not one of `self.taps`, which are the user's.
         taps = taps if self.digests is None else [*taps, GradientDigest()]
         pipelined = self.pipeline is not None
         each = leaves_of_replicas(self.form, step.shares, step.keeping, pipelined=pipelined)
@@ -193,6 +204,8 @@ class Engine:
 
     def replace(self, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the state, by their index in its tree; values are copied."""
+        # The next execution finds a state that no execution left: the check at rest would report it
+        # as corruption.
         if self.sentinel is not None:
             self.sentinel.expects(None)
         self._state.replace(leaves, self.placement)
@@ -223,6 +236,8 @@ class Engine:
         """
         runner, feed = self._programs.find(dataset)
         self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
+        # A guard runs a bad execution again up to its bad step; digests are taken of the elements on
+        # the device.
         runner.keep_elements = self.guarded or self.digests is not None
         return feed
 
@@ -266,6 +281,7 @@ class Engine:
     def guard(self) -> StopOnNonfinite | None:
         """The guard against values that are not finite; of several, one that stops."""
         found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
+        # False sorts first: a guard that stops wins over one that skips.
         return min(found, key=lambda tap: tap.skips, default=None)
 
     @property
@@ -339,6 +355,8 @@ class Engine:
         """
         period = self.sight.period if period is None else period
         runner, state = self._state.active
+        # Arguments of the program, not constants in it: another seed or step does not compile
+        # again.
         numbers = Numbers(self.seed, self.step)
 
         def run(
@@ -370,6 +388,8 @@ class Engine:
         try:
             emitted, ready = runner.dispatch_next(state, elements)
         except jax.errors.JaxRuntimeError:
+            # Entered only after the failure: this path is the fast one of single steps, which would
+            # pay for the context in each call.
             with within_memory(self, 1):
                 raise
         self.step += 1
@@ -381,6 +401,7 @@ class Engine:
         scalars = self._collector.scalars_on_device(runner, emitted)
         feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
         if self.digests is not None:
+            # Now, not in `collect`: the next dispatch overwrites the state.
             digests = self.digests.take(runner, state, runner.taken.get(feed) if feed else None)
             # Elements are kept for their digests as well; without a guard nothing is ever rewound.
             origin = origin if self.guarded else None
@@ -408,6 +429,7 @@ class Engine:
                     seed=self.seed,
                     microbatches=self.accumulation.microbatches,
                 )
+                # Executions dispatched after the bad one went on from its state: they do not count.
                 self.step = ticket.first_step + results.steps
         if is_traced() and results.steps:
             counter("loss", results.scalars["loss"][-1].mean())

@@ -11,6 +11,7 @@ import numpy as np
 from tailrace.errors import NonFiniteError
 from tailrace.program.running.loop_state import Origin
 from tailrace.records.parts import Part
+from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
 
 
@@ -66,3 +67,11 @@ class Results:
     fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elements: np.ndarray | None = None
     reading: tuple[int, int, int] | None = None
+
+    @property
+    def records(self) -> Records:
+        """The emissions of its taps alone, as records by name."""
+        records = Records()
+        for part in self.parts:
+            records.add(part)
+        return records

@@ -82,17 +82,21 @@ class HeldState:
 
     def swap(self, runner: LoopRunner) -> None:
         """Let another program use the buffers as they are: it must have the same layout."""
+        # No copy: a program made by `observing` differs from the current one only in what it emits.
         self._active = (runner, self.active[1])
 
     def replace(self, leaves: Mapping[int, Any], placement: Placement) -> None:
         """Replace leaves by their index in the tree; values are copied."""
         if self._keeping is not None:
+            # Parameters come first in the flattened state, then the optimizer's leaves: `keeping`
+            # counts its own from there.
             first = len(jax.tree.leaves(self.form.params))
             leaves = self._keeping.hold_some(leaves, first, placement)
         if self._active is not None:
             runner, state = self._active
             runner.replace(state, leaves)
             return
+        # No program yet: there are no buffers to write into, only the tree.
         now, structure = jax.tree.flatten(self._tree)
         self._tree = jax.tree.unflatten(
             structure, [leaves.get(number, value) for number, value in enumerate(now)]
@@ -169,7 +173,7 @@ def leaves_of_replicas(
     return each
 
 
-def _merged(value: jax.Array, form: Any) -> Any:
+def _merged(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
     """One value from those of all replicas: their mean, or the first if a mean is undefined."""
     if value.ndim == len(form.shape):
         return value

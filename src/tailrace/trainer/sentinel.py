@@ -62,7 +62,7 @@ class Watch:
         emitted: what the second run emitted; None if there was none.
         digests: those after the second run.
         sight: the tensors whose digests both runs emitted; None if none.
-        replicas: how many replicas ran.
+        replicas: the number of replicas.
     """
 
     expected: Any
@@ -77,9 +77,9 @@ class Sentinel:
     """Decides which executions are checked, and compares.
 
     Args:
-        share: of executions that are run again, from 0 to 1.
-        digests: of the state.
-        seed: chooses which.
+        share: the fraction of executions that are run again, from 0 to 1.
+        digests: computes the digests of the state.
+        seed: the seed of the choice.
     """
 
     def __init__(self, share: float, digests: StateDigests, seed: int) -> None:
@@ -105,14 +105,15 @@ class Sentinel:
         """Dispatch an execution, and a second time if it is chosen; nothing is waited for.
 
         Args:
-            runner: of the loop.
-            state: what it works on.
-            step: the first one.
+            runner: the loop.
+            state: the buffers that it works on.
+            step: the first step.
             run: `run(runner, state)` dispatches; with `block` on given elements.
         """
         # Digests are taken in any case, whether this execution is chosen or not: corruption at rest is
         # found for the price of reading the state once.
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
+        # Before the run, which overwrites the state; a second state on the device, so only if chosen.
         copy = state.copied() if self.chooses(step) else None
         if self.injected is not None:
             self.injected(state)
@@ -127,9 +128,10 @@ class Sentinel:
         watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
         watch.digests = self.digests.take(runner, copy, None)
         watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
+        # The second run has replaced it; the ticket must have the inputs of the first.
         runner.origin = origin
         if loud is runner:
-            runner.executions -= 1  # to everybody else it is one execution
+            runner.executions -= 1  # for everything else it is one execution
         else:
             runner.executions += 1
             runner.compile_s += loud.compile_s - compile_s
@@ -146,6 +148,8 @@ class Sentinel:
                 wanted.setdefault(position, []).extend(wants)
             self._loud[runner] = runner.observing(wanted)
         loud = self._loud[runner]
+        # Each time, not once: a fit may have changed them since, and a loop with other room is
+        # another program, which may round otherwise.
         loud.capacity, loud.muted, loud.packed = runner.capacity, runner.muted, runner.packed
         loud.keep_elements = runner.keep_elements
         return loud
@@ -195,6 +199,8 @@ class Sentinel:
             return step, [name for name, first in found.items() if first == step]
         pairs = zip(losses, others, strict=True)
         differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
+        # Losses equal, state different: the fault came after the last loss was computed, as far as
+        # one can see.
         step = ticket.first_step + (differ[0] if differ else ticket.steps - 1)
         leaves = zip(
             self.digests.names, joined(ticket.digests[0]), joined(second.digests[0]), strict=True
@@ -229,7 +235,7 @@ def _differing(ticket: Ticket, second: Ticket) -> dict[str, int]:
     return found
 
 
-def flip(array: Any, index: int, bit: int) -> Any:
+def flip(array: jax.Array, index: int, bit: int) -> jax.Array:
     """An array with one bit of one value flipped: what a fault does."""
     host = np.array(array)
     raw = host.reshape(-1).view(np.uint8)

@@ -30,8 +30,8 @@ class Fault:
     """One flipped bit.
 
     Attributes:
-        name: of the tensor.
-        step: when.
+        name: the name of the tensor.
+        step: the step in which it is flipped.
         index: which value of the tensor, counted as if it were flat.
         bit: which bit of that value.
     """
@@ -82,5 +82,6 @@ class Faults:
     def _asked(self, name: str, step: Any) -> tuple[np.ndarray, np.ndarray]:
         fault, mask, index = self._armed, 0, 0
         if fault is not None and (fault.name, fault.step) == (name, int(step)):
+            # Disarmed by its first use: the second run of the same execution must be without it.
             mask, index, self._armed = 1 << fault.bit, fault.index, None
         return np.array(index, np.int32), np.array(mask, np.uint32)

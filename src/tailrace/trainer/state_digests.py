@@ -42,6 +42,8 @@ class StateDigests:
             first = len(jax.tree.leaves(form.params))
             wholes = zip(jax.tree.leaves(keeping.forms), keeping.shared, strict=True)
             for number, (whole, shared) in enumerate(wholes, start=first):
+                # A sharded leaf is padded to a multiple of the number of shards. Padding is left
+                # out of the digest, which then is the same for every number of replicas.
                 self._sizes[number] = math.prod(whole.shape) if shared else None
         self._programs: dict[LoopRunner, Any] = {}
 
@@ -66,6 +68,8 @@ class StateDigests:
 
     def _program(self, runner: LoopRunner) -> Any:
         placement = runner.placement
+        # The dims in front of an element's own: microbatches of the block, and replicas if there
+        # are any.
         dims = 1 if placement.mesh is None else 2
         (paths,) = (feed.spec().paths for feed in runner.infeeds)
 
@@ -75,6 +79,7 @@ class StateDigests:
             elements = total(jnp.stack(rows)) if rows else None
             return runner.layout.digests(held, self.names, self._sizes), elements
 
+        # Replicated, so that every process can read the digests alone.
         out = None if placement.mesh is None else placement.everywhere
         return jax.jit(compute, out_shardings=out)
 
@@ -96,12 +101,12 @@ def fingerprint_of(
     """The fingerprints of an execution by group.
 
     Args:
-        names: of the leaves of the state.
-        digests: of those leaves.
+        names: the names of the leaves of the state.
+        digests: the digests of those leaves.
         emitted: what left the program; the digests of gradients are in it.
         losses: [steps, microbatches, replicas].
         elements: the digests of its elements, likewise.
-        first_step: of the execution.
+        first_step: the first step of the execution.
     """
     found = state_groups(names, joined(digests))
     for key, emission in emitted.items():

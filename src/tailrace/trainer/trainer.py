@@ -306,7 +306,7 @@ class Trainer(Measuring, LookingBack):
     @suggesting("trainer.fit")
     def fit(
         self,
-        dataset: Any,
+        dataset: object,
         steps: int | None = None,
         epochs: int | None = None,
         *,
@@ -349,7 +349,7 @@ class Trainer(Measuring, LookingBack):
             SelectionError: a tap selects no tensor.
             NonFiniteError: a guard of `observe` or `on_nonfinite` stopped it.
             CorruptionError: `sentinel` found a difference.
-            DeviceMemoryError: a device has not enough memory.
+            DeviceMemoryError: a device does not have enough memory.
             RunError: the run directory cannot be written.
             CheckpointError: the checkpoint belongs to another fit, or cannot be read or written.
             ProgramError: another fit of this trainer is running.

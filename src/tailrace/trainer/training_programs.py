@@ -86,6 +86,7 @@ class TrainingPrograms:
     def find(self, dataset: object) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset."""
         fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
+        # A feed belongs to one number of replicas: they share out its elements in turn.
         fresh.bind_replicas(self.placement.replicas)
         if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
             fresh.adopt(self._left[1])  # a one-shot iterator: prefetched elements come first
@@ -96,6 +97,8 @@ class TrainingPrograms:
         runner = self._runners[spec]
         feed = runner.infeeds[0]
         if isinstance(fresh, InfeedQueue) and feed is not fresh:
+            # The traced loop refers to the feed object it was traced with, so the new dataset moves
+            # behind that one.
             feed.adopt(fresh)
         return runner, feed
 
@@ -103,6 +106,8 @@ class TrainingPrograms:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         feed.rest()
         self._left = None
+        # What was prefetched from a generator is gone from it. The next fit on the same object must
+        # see it first; a dataset that can be iterated again starts over and needs nothing.
         if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
             self._left = (dataset, feed)
 
@@ -140,6 +145,8 @@ class TrainingPrograms:
         with names_listed_by("trainer.tensors(example)"):
             self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
         self._sight_of[runner.infeeds[0]] = self._sights[spec]
+        # Tracing and compiling are apart: the runner compiles at its first dispatch, with what taps
+        # selected by then.
         runner.wanted = self._sights[spec].wanted
         if WATCHED in self._step.taps and self._sentinel is not None:
             self._sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))

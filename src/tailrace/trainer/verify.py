@@ -110,7 +110,7 @@ def verify(
         optimizer: an optax transformation; SGD if it is None.
         model_state: the model state to start from.
         replicas: how many copies.
-        seed: where random keys come from.
+        seed: the seed of random keys.
 
     Raises:
         OptionError: it is not a pipeline.
@@ -136,6 +136,7 @@ def verify(
         state = first[1] if model_state is not None else None
         return pipeline(first[0], state, model_state is not None, element, pipeline.inputs)
 
+    # A pipeline decides itself how an element becomes arguments of its first stage.
     whole.takes_whole_element = True  # type: ignore[attr-defined]
     found = []
     for model in (whole, pipeline):
@@ -143,6 +144,8 @@ def verify(
         trainer = Trainer(
             model,
             optimizer or optax.sgd(0.01),
+            # The plain step has shared weights once, so that their gradients are summed by JAX: the
+            # oracle of the sum that the pipeline does itself.
             pipeline.untie(params) if plain else params,
             accumulation=pipeline.accumulation if plain else 1,
             model_state=model_state,
@@ -163,4 +166,6 @@ def _difference(name: str, plain: np.ndarray, piped: np.ndarray) -> Difference:
     a, b = plain.astype(np.float64), piped.astype(np.float64)
     absolute = float(np.abs(a - b).max(initial=0.0))
     scale = float(np.abs(a).max(initial=0.0))
+    # Relative to the tensor's largest value, not value by value: a value near zero is the
+    # difference of large ones, and its own relative error says nothing.
     return Difference(name, absolute, absolute / scale if scale else absolute)

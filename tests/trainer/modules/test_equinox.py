@@ -1,4 +1,4 @@
-"""An Equinox module in the place of parameters, against plain Equinox training."""
+"""An Equinox module in place of parameters, against plain Equinox training."""
 
 import logging
 

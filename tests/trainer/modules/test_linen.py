@@ -1,4 +1,4 @@
-"""The variables of a Linen module in the place of parameters, against plain Linen training."""
+"""The variables of a Linen module in place of parameters, against plain Linen training."""
 
 import flax
 import flax.linen as nn

@@ -1,4 +1,4 @@
-"""An `nnx.Module` in the place of parameters, against plain NNX training."""
+"""An `nnx.Module` in place of parameters, against plain NNX training."""
 
 import logging
 

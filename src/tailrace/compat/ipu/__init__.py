@@ -2,6 +2,17 @@
 
 It replaces `tensorflow.python.ipu`, submodules too. Everything here is a few lines
 over the engine; docs/guides/originals_names.md has every name and what became of it.
+
+In: functions that read and write variables, feeds, and options of the original. Out: device programs.
+
+    config, settings, scopes      which devices a program gets; options that are checked and noted
+    ipu_compiler, loops, graph    a function as a program: variables, gradients, loops
+    pipelining, pipelining_ops    pipelines, on the engine of `trainer`
+    ipu_strategy, strategy, keras Keras models, on `tailrace.keras`
+    ops, optimizers, eager        operations and optimizers, by the modules they were in
+
+Rule: a module has the name of the original's. A name that is not here is refused with a sentence
+(`originals/missing.py`). Errors are those of `errors`, in the original's words where it had any.
 """
 
 from __future__ import annotations

@@ -329,6 +329,7 @@ def shards_of(highest: int) -> int:
     >>> [shards_of(highest) for highest in (0, 1, 2, 3, 4)]
     [1, 2, 4, 4, 8]
     """
+    # The original's devices come in powers of two.
     return 1 << highest.bit_length() if highest else 1
 
 

@@ -129,6 +129,7 @@ class CompiledOp:
         group = config.group(self._ordinal)
         group = group[:1] if self._plain else group
         before = devices.chosen()
+        # For this call alone: two programs of one process may be on different devices.
         devices.use(group)
         try:
             return self._run(given, tuple(device.id for device in group))
@@ -190,7 +191,7 @@ class CompiledOp:
             return kept[0].tensors
 
         found = discover(looked_through, forms, self._keep)
-        # An inference pipeline beside loops or writes runs as a loop on one device: its order matters.
+        # An inference pipeline next to loops or writes runs as a loop on one device: its order matters.
         alone = not found.loops and not found.written
         if found.trains or (found.pipelines and alone):
             return self._pipelined(found, computation)
@@ -205,7 +206,7 @@ class CompiledOp:
             )
         if found.loops:
             raise FailedPreconditionError(
-                "A training pipeline and a loop stand in one compiled program. Compile the loop by "
+                "A training pipeline and a loop are in one compiled program. Compile the loop by "
                 "itself, or use repeat_count= of the pipeline."
             )
         return PipelineProgram(computation, self._ordinal)

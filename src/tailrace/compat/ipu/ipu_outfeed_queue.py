@@ -149,6 +149,7 @@ class IPUOutfeedQueue:
         # By trace, not by queue: a program is traced more than once, and each trace may enqueue once.
         if id(trace) in self._traces:
             raise IPUValueError("An outfeed can only be enqueued once.")
+        # The entry lives as long as the trace: an id may be used again by a later one.
         trace.feeds.append(_Entered(self._traces, id(trace)))
         leaves: list[Any] = []
         form = _taken_apart(tensors, leaves)

@@ -292,6 +292,8 @@ def _hook_optimizers() -> None:
         trainable_variables: Tree = None,
     ) -> Any:
         if _averaging.innermost():
+            # In a hand-written loop nothing else averages them; `fit` has its own step, in which
+            # the engine does.
             grads = [None if grad is None else cross_replica_mean(grad) for grad in grads]
         return plain(optimizer, grads, trainable_variables)
 

@@ -80,6 +80,8 @@ def repeat(
             "loops.repeat with an infeed needs a number of passes that is known when the program "
             "is compiled. Give an integer, or make it an input of the program."
         )
+    # -1 says "known when it runs": gradient accumulation inside refuses it, because it must divide
+    # the length.
     length = -1 if isinstance(n, Tracer) else n
     return loop.run(
         length,
@@ -150,6 +152,8 @@ def while_loop(
     )
     if most is not maximum_iterations and not loop.scope.looking:
         values = after if isinstance(after, list) else [after] if loop.inputs else []
+        # Asked once more after the loop: whether it ended by its condition, or because its elements
+        # ran out.
         wanted = jnp.asarray(condition(*values), jnp.bool_).reshape(())
         text = (
             f"A while loop with an infeed wanted more than {most} passes, for which elements were "

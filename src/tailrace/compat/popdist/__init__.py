@@ -2,6 +2,8 @@
 
 Processes are joined by `tailrace launch` or `tr.distributed.initialize`. In a process by itself there
 is one instance; its replicas are those that POPDIST_NUM_LOCAL_REPLICAS asks for, or one.
+
+In: the environment, and `tr.distributed`. Out: numbers. Rule: nothing here starts or joins processes.
 """
 
 from __future__ import annotations

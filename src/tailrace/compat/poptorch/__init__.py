@@ -4,6 +4,14 @@
 
 Models, options, loaders, optimizers, blocks and anchors have the original's names. What only the IPU
 had is accepted, with one log message.
+
+In: modules, tensors, and options with the original's names. Out: models of `tailrace.torch`.
+
+    executor, loader, optim, ops   the classes of `tailrace.torch` under other names and arguments
+    options, settings, enums       options as the original checks them, translated once
+    names                          names of tensors, in both directions
+
+Rule: it translates and checks; nothing is computed here. Errors are those of `errors`.
 """
 
 from tailrace.compat.originals.missing import missing_from

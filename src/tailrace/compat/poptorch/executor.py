@@ -20,6 +20,7 @@ from tailrace.compat.poptorch.options import Options
 from tailrace.data.trees import Tree
 from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
 from tailrace.messages import note_once
+from tailrace.taps.catalogue import Catalogue
 from tailrace.torch.calls.anchors import Anchor, output_tap
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.calls.output_modes import Returned
@@ -271,7 +272,7 @@ class PoplarExecutor(Model):
     def _copy_buffers(self, names: list[str]) -> None:
         raise NotImplementedError
 
-    def _names_in(self, catalogue: Any, forward: Forward) -> Names:
+    def _names_in(self, catalogue: Catalogue, forward: Forward) -> Names:
         raise NotImplementedError
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,7 +293,7 @@ class PoplarExecutor(Model):
     def _taps(self, forward: Forward) -> list[Any]:
         wanted = self._given.anchored_tensors
         if wanted:
-            # Without anchors first: what the names stand for is known once there is a program.
+            # Without anchors first: what the names refer to is known once there is a program.
             count = self._options.microbatches
             plain = [output_tap(name, self._returned, count) for name in forward.names]
             program = self._new_program(forward, *weights_of(self.module), plain)
@@ -345,6 +346,7 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
     ) -> DeviceOptimizer:
         bound = super()._bind(optimizer, unused)
+        # As the original shows them: gradients there are those of the scaled loss.
         bound.scaled_gradients = True
         if self._given.Training.automatic_loss_scaling:
             bound.scale_automatically()
@@ -368,7 +370,7 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
             )
         )
 
-    def _names_in(self, catalogue: Any, forward: Forward) -> Names:
+    def _names_in(self, catalogue: Catalogue, forward: Forward) -> Names:
         trained = [name for rule in self._device_optimizer.groups for name in rule.params]
         return Names(
             catalogue,
@@ -431,7 +433,7 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
         kept = {n: buffers[n] if n in names else v for n, v in self._program.buffers.items()}
         self._program.put(self._program.params, kept)
 
-    def _names_in(self, catalogue: Any, forward: Forward) -> Names:
+    def _names_in(self, catalogue: Catalogue, forward: Forward) -> Names:
         return Names(catalogue, forward.form.names)
 
     def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:

@@ -86,6 +86,7 @@ class DataLoader(NativeLoader):
             whole = (batch_size or 1) * native.pieces
             share = share_of(options, dataset, batch_size, whole, chosen | dataloader_kwargs)
             if share is not None:
+                # PyTorch refuses both: the sampler shuffles.
                 dataloader_kwargs["sampler"], shuffle = share, None
         super().__init__(
             native,
@@ -101,6 +102,8 @@ class DataLoader(NativeLoader):
             batch_sampler,
             **dataloader_kwargs,
         )
+        # As the original does: options that a loader was made with no longer change, so a model
+        # made with them fits its batches.
         options.freeze()
         self.options = options
 

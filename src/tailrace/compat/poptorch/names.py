@@ -1,4 +1,4 @@
-"""The original's names of tensors, and the tensors that they stand for here.
+"""The original's names of tensors, and the tensors that they refer to here.
 
 fc1.weight                     updated/fc1.weight (training), param/fc1.weight (inference)
 input, input/1                 input/<parameter of forward>
@@ -136,6 +136,8 @@ class Names:
         counts: dict[str, int] = {}
         backward = {e.name for e in self._catalogue if e.kind == "cotangent"}
         for entry in self._catalogue:
+            # `aten::relu` has colons of its own; a single one separates the operation from its
+            # scope.
             if entry.kind != "activation" or ":" not in entry.name.replace("::", "  "):
                 continue
             name = _operation(entry.name)

@@ -486,6 +486,8 @@ class Options(OptionsDict):
         if self.Precision.floating_point_exceptions and training_model:
             from tailrace.taps.tap import stop_on_nonfinite
 
+            # The nearest thing to a floating point exception: the first step with NaN or Inf stops
+            # the call.
             observe = [stop_on_nonfinite()]
         location = self.TensorLocations.location_optimizer
         every = self.output_mode is enums.OutputMode.EveryN

@@ -56,6 +56,7 @@ class ProcessShare:
     def __iter__(self) -> Iterator[int]:
         if not self._shuffle:
             return iter(self._rows)
+        # A generator of its own: all processes must draw the same order, whatever else they draw.
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         self._epoch += 1
         order = torch.randperm(self._count, generator=generator)

@@ -3,6 +3,15 @@
 It replaces `tensorflow`. Operations are Keras' and JAX's; tensors are JAX's arrays;
 variables, models and layers are Keras'. What is done on the host (datasets, files, images, summaries)
 is TensorFlow's own, where it is installed.
+
+In: code written for TensorFlow, eager, in `tf.function` or in a graph. Out: JAX values, and programs.
+
+    operations, structures, dtypes   what TensorFlow computes; `operations/table.py` has them by name
+    function, control, tape          programs, loops and branches in them, gradients
+    keras, v1, compat, python        the other interfaces that programs import
+    namespaces, host                 where a name is looked up; TensorFlow's own, if installed
+
+Rule: TensorFlow is imported only in `host`, and only when a name of the host is used.
 """
 
 from __future__ import annotations

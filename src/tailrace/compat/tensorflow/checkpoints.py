@@ -134,7 +134,7 @@ class CheckpointManager:
 
     Args:
         checkpoint: what is saved.
-        directory: where.
+        directory: the directory.
         max_to_keep: how many stay.
         checkpoint_name: what names of files begin with.
         **_: without effect.

@@ -92,6 +92,7 @@ class Function:
         return *first, *(_as_spec(value, spec) for value, spec in zip(rest, specs, strict=False))
 
     def __get__(self, obj: object, owner: Any = None) -> Any:
+        # As a method: one `Function` for all objects, with the object as its first argument.
         return self if obj is None else functools.partial(self, obj)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:

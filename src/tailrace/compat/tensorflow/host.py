@@ -117,6 +117,8 @@ def is_tensor(value: TensorLike) -> bool:
     kind = type(value)
     if "tensorflow" not in sys.modules or kind.__module__.split(".")[0] != "tensorflow":
         return False
+    # By name: importing TensorFlow to ask `isinstance` would take seconds, and most programs have
+    # none.
     names = {base.__name__ for base in kind.__mro__}
     return not names.isdisjoint(("Tensor", "Variable", "CompositeTensor"))
 

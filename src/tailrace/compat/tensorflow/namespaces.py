@@ -42,6 +42,8 @@ class Namespace(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
+            # Python asks modules for `__path__`, `__wrapped__` and their like, and takes any answer
+            # for a yes.
             raise AttributeError(name)
         return look_up(self._path, name, self._names, self._late, self._on_host)
 
@@ -158,4 +160,5 @@ class _Loader:
 def find_modules() -> None:
     """Let modules of the namespaces be imported."""
     if _Modules not in sys.meta_path:
+        # Last: modules that exist as files are found by Python's own finders first.
         sys.meta_path.append(_Modules)  # type: ignore[arg-type]

@@ -129,6 +129,8 @@ class GradientTape:
             variable: the variable.
             array: the array.
         """
+        # The first read counts: gradients are with respect to the value that the computation began
+        # with.
         self._read.setdefault(id(variable), (variable, array))
 
     # -- gradients ------------------------------------------------------------------------------
@@ -254,6 +256,7 @@ def _hook_reads() -> None:
         return _noted(variable, plain(variable))
 
     owner.value = property(value, vars(owner)["value"].fset, doc=vars(owner)["value"].__doc__)
+    # Our own variables are no Keras variables; they ask this list.
     reads.append(_noted)
 
 

@@ -79,6 +79,7 @@ class Variable(keras.Variable):
             jnp.asarray(value, kind),
             dtype=kind.name,
             trainable=trainable is not False,
+            # Keras refuses a slash, which separates the parts of its paths.
             name=(name or "Variable").replace("/", "_"),
         )
         self._initial = initial if described else None  # elsewhere it is never asked for again
@@ -93,7 +94,7 @@ class Variable(keras.Variable):
         """The value.
 
         Args:
-            session: the session; None: the one around.
+            session: the session; None: the enclosing one.
         """
         return (session or current_session()).run(self)
 

@@ -84,6 +84,7 @@ def reopen(callback: Any, state: Mapping[str, Any]) -> Callable[[], None]:
     """Let a CSVLogger append to its file; returns a function to call once training has begun."""
     if LENGTH not in state or not Path(callback.filename).exists():
         return lambda: None
+    # Rows after the checkpoint will be written again.
     os.truncate(callback.filename, min(state[LENGTH], os.path.getsize(callback.filename)))
     appends, callback.append = callback.append, True
     return lambda: setattr(callback, "append", appends)
@@ -96,9 +97,11 @@ def _encoded(value: object) -> Any:
         return value.copy()
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"number": value.item(), "dtype": str(value.dtype)}
+    # Exact types: a named tuple, or a list of a subclass, could not be made again from its entries.
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return {type(value).__name__: [_encoded(one) for one in value]}
     if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        # As pairs: JSON would turn integer keys into strings.
         return {"dict": [[key, _encoded(one)] for key, one in value.items()]}
     raise _NotPlain
 
@@ -126,6 +129,8 @@ def _same(one: object, other: object) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    # By type as well: 1 == True == 1.0 in Python, and an attribute that changed its type has
+    # changed.
     return type(one) is type(other) and one == other
 
 

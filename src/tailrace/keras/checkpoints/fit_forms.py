@@ -25,6 +25,7 @@ def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
     """What must be the same when a fit is resumed, and how its data is read."""
     x, steps, split = call["x"], call["steps_per_epoch"], call["validation_split"]
     share = 1.0 - split if split and call["validation_data"] is None else 1.0
+    # `tf.data.Dataset`, without importing TensorFlow.
     from_tensorflow = hasattr(x, "cardinality")
     arrays = all(isinstance(leaf, np.ndarray | jax.Array) for leaf in keras.tree.flatten(x))
     return FitForm(
@@ -56,6 +57,7 @@ def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | No
     is Keras' to restore: the fit that it belongs to began without Tailrace.
     """
     kind = keras.callbacks.BackupAndRestore
+    # Not of a subclass: that may have changed what it saves.
     backup = next((one for one in callbacks_in(call) if type(one) is kind), None)
     if backup is None:
         return None

@@ -173,6 +173,8 @@ class Keeping:
             "batches of an epoch": (form.batches, found["batches"]),
             "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
         }
+        # Other lengths are fine if an execution can end where the checkpoint is: Keras counts in
+        # whole ones.
         if found["execution"] != form.execution and found["done"] % form.execution:
             here["batches of an execution (steps_per_execution x replicas)"] = (
                 form.execution,
@@ -228,6 +230,7 @@ class Keeping:
         """Restore the state, once Keras has built the model."""
         self._program = program
         self._first_step = program.steps
+        # The counts are per fit, and the program is kept from fit to fit.
         program.begun = program.taken = 0
         found = self._note
         if found is None:
@@ -244,6 +247,7 @@ class Keeping:
         history = history_of(self._arrays, found["first_step"], count, program.replicas)
         program.take_up(found["step"], history, self._run_end)
         set_random_state(found["random"])
+        # In place: callbacks and Keras hold this History object already.
         model.history.epoch = list(found["history"]["epoch"])
         model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
         self._writer.started_at(found["step"])
@@ -260,6 +264,7 @@ class Keeping:
         assert self._note is not None
         then: list[str] = self._note["names"]
         layout = program.layout
+        # Numbered, because the order identifies variables; `check_forms` shows both in its message.
         names = [
             f"{n}: {name}" for n, name in enumerate([*layout.names, *then[len(layout.names) :]])
         ]
@@ -284,6 +289,8 @@ class Keeping:
         after = None
         if found["taken"]:
             after = found["random"] if found["done"] else random_state()
+            # The data that is under way shuffled with these numbers when it was begun, and is begun
+            # again now.
             set_random_state(found["random_then"])
         return Resumed(
             found["done"],
@@ -330,6 +337,7 @@ class Keeping:
             wait: whether to wait until it is written, and raise an error if that fails.
         """
         program = self._program
+        # The history in the checkpoint must have all steps that its state has.
         program.settle()
         self._writer.save(
             program.steps,

@@ -24,13 +24,13 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     In the resumed epoch, callbacks are not called for batches that were done before.
 
     Args:
-        callbacks: as Keras has them.
+        callbacks: the callbacks, as Keras takes them.
         keeping: the checkpoints.
-        pacing: of the fit.
+        pacing: the pacing of the fit.
         users: the user's callbacks, whose state is kept.
         program: returns the training program, which Keras makes before training begins.
-        epoch: the first one.
-        **params: as Keras has them.
+        epoch: the first epoch.
+        **params: the parameters of a list of callbacks, as in Keras.
     """
 
     def __init__(
@@ -63,10 +63,13 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Restore all state, after callbacks have begun as usual."""
         states = self._keeping.states
+        # Before `on_train_begin`, in which a CSVLogger opens its file: to append, or to overwrite.
         put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=False)]
         super().on_train_begin(logs)
         for put in put_back:
             put()
+        # After they have begun: most callbacks reset their attributes there, so only what changes
+        # later is state.
         self._before = [plain_state(one) for one in self._users]
         self._keeping.begin(self._program(), self.model)
         for callback, state in zip(self._users, states, strict=False):
@@ -82,6 +85,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         self._epoch, self._done, self._logs = epoch, 0, {}
         if resumed is not None:
             program.resume(resumed, self._pacing)
+            # Rounded up to whole executions: Keras numbers batches by them, also if the last one is
+            # shorter.
             self._done = -(-resumed.done // self._pacing.execution) * self._pacing.execution
             if resumed.done:  # callbacks that change variables at the start of an epoch already did
                 keeping.put_values(program, of_replicas=True)
@@ -110,6 +115,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if self._program().model.stop_training:
             return
         if pacing.between and (keeping.due or keeping.interrupts.asked is not None):
+            # Keras runs hooks of `async_safe` callbacks in threads: their states must be final
+            # before they are saved.
             self._flush_futures()
             self._save(self._epoch, pacing.number, wait=keeping.interrupts.asked is not None)
             keeping.interrupts.reraise()

@@ -13,13 +13,14 @@ from tailrace.keras.checkpoints.fit_forms import callbacks_in, form_of_fit
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
 from tailrace.keras.data.batch_counts import remainders
+from tailrace.keras.handles import AnyAdopted
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.programs.call_pacing import listen
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.program.running.kernel_choices import choices_in
 
 
-def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
+def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
     """A fit from the beginning, or from a checkpoint.
 
     Args:
@@ -30,6 +31,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
     """
     listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
+    # Before Keras looks at the data: it reads the first batches of an iterator to build the model.
     call["x"] = keeping.replay(call["x"])
     ended: list[Any] = []
     if keeping.finished:  # nothing is computed, and no callback is called

@@ -17,7 +17,7 @@ from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
 from tailrace.keras.data.batch_source import Block
-from tailrace.keras.handles import attached
+from tailrace.keras.handles import AnyAdopted, attached
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.train import Training
 from tailrace.keras.programs.variables import Layout
@@ -36,7 +36,7 @@ class PastFit(Keeping):
 
     Args:
         kept: the checkpoint.
-        step: the one to look at.
+        step: the step to look at.
         recorded: what is known of the training.
     """
 
@@ -55,7 +55,7 @@ class PastFit(Keeping):
         return (self._kept, *self._read_note)
 
     def choices(self, fingerprint: bool) -> tuple[Any, bool]:
-        """The choices of then, which are read only."""
+        """The choices that were made then; they are only read."""
         return self._writer.directory.directory, False
 
     @property
@@ -92,6 +92,8 @@ class PastTraining(Training):
             self._sharding = engine.placement.shared_out
             block.on(self._sharding, self.replicas)
         self._dirty = True
+        # A block of one step ran in a program without a loop (`Training._run`), which rounds
+        # otherwise.
         alone = block.staged.room == self.per_step // self.replicas
         replayed.take(engine, block.form.feed, block.staged, exact=alone)
         if replayed.done:
@@ -132,7 +134,12 @@ class LookingBack:
 
 
 def replay_fit(
-    adopted: Any, step: int, observe: Any, checkpoint: Any, pacing: Pacing, call: dict[str, Any]
+    adopted: AnyAdopted,
+    step: int,
+    observe: Any,
+    checkpoint: Any,
+    pacing: Pacing,
+    call: dict[str, Any],
 ) -> Replay:
     """Run a past step again; see `LookingBack.replay`.
 
@@ -141,7 +148,7 @@ def replay_fit(
         step: the number of the step.
         observe: taps.
         checkpoint: what `fit(checkpoint=...)` was given.
-        pacing: of the fit.
+        pacing: the pacing of the fit.
         call: the arguments of Keras' `fit`.
     """
     start = nearest(checkpoint, step)
@@ -169,7 +176,7 @@ def _read(kept: Kept) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return arrays, note
 
 
-def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Recorded:
+def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) -> Recorded:
     """What the model knows of its past, or what later checkpoints know: each has a history."""
     program = adopted.programs.get("train")
     recorded = recorded_by(program.journal) if isinstance(program, Training) else Recorded()
@@ -177,7 +184,10 @@ def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Record
         return recorded
     settings = adopted.settings
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
-        arrays, note = _read(kept)
+        try:
+            arrays, note = _read(kept)
+        except orbax_files.DamagedCheckpoint:
+            continue  # an earlier one may know the step too
         first = int(note[KIND]["first_step"])
         if first <= step:
             history = history_of(arrays, first, settings.microbatches, settings.replicas)
@@ -186,9 +196,10 @@ def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Record
 
 
 @contextmanager
-def _apart(adopted: Any, past: PastFit, observe: Any) -> Iterator[None]:
+def _apart(adopted: AnyAdopted, past: PastFit, observe: Any) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
+    # Arrays are immutable, so keeping references is enough: nothing is copied.
     variables = Layout(model).variables
     values = [variable.value for variable in variables]
     random, programs, active = random_state(), adopted.programs, adopted.active

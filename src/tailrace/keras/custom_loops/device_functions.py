@@ -105,6 +105,7 @@ class DatasetIterator:
             )
         spec = self.infeed.spec().tree()
         if running.looking:
+            # Only shapes matter while layers are built, and no element may be consumed for that.
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
         if running.counter is None:
             raise ProgramError(
@@ -144,6 +145,7 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
 
     def one_pass(carried: Tree) -> Any:
         counter, values = carried
+        # Loops may be nested: the counter that `next` uses is that of the innermost one.
         outer, running.counter = running.counter, counter
         try:
             after = _in_scope(running, values, body)[1]
@@ -219,6 +221,7 @@ def _in_scope(running: Running, values: Sequence[Any], call: Callable[[], Any]) 
     # A scope records whatever is assigned in it: a variable beyond ours would be lost with the scope.
     if len(scope.state_mapping) > len(mapping):
         raise _unknown("The function changes a Keras variable")
+    # A loop's carry keeps its dtypes.
     after = [jnp.asarray(scope.get_current_value(v), v.dtype) for v in running.variables]
     return out, after
 

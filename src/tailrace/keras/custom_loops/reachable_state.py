@@ -46,6 +46,7 @@ def variables_of(one: Any) -> list[Any]:
 def _inside(value: object, seen: dict[int, Any], depth: int = 0) -> Iterator[Any]:
     if id(value) in seen or depth > DEEPEST:
         return
+    # With the value, so that its id is not used again during the search.
     seen[id(value)] = value
     if isinstance(value, _KINDS):
         yield value

@@ -29,6 +29,7 @@ def batches_in(
         said: Any = x.cardinality
         count: Any = said() if callable(said) else said
         found = int(count)
+        # tf.data says -1 for an infinite dataset, and -2 for one of unknown length.
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches

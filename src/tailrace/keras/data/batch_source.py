@@ -118,6 +118,7 @@ class Batches:
             ahead: the number of batches to prefetch for the next call.
             room: the number of batches that the block has room for on the device, if more.
         """
+        # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
         if self._ahead is None and self._patience.stopped is not None:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
         with span("dataset wait", batches=count):
@@ -128,6 +129,7 @@ class Batches:
                 waiting, self._ahead = self._ahead, None
                 block = waiting.result()
         if block is not None and block.count > count:  # read for an execution of another length
+            # Nothing is lost: the rest is the beginning of the next block.
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
             block = self._moved(block.form, count, part, replicas, sharding, room)
@@ -212,6 +214,7 @@ class Batches:
         if max(count, room) == 1 and not spread:  # transferred with the call, as in Keras
             alone = form.alone(leaves)
             return Block(form, 1, Staged(list(alone), alone, 1, replicas), sharding)
+        # Written batch by batch into its final place; stacking a list of batches would copy twice.
         block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
         found = 0
         with span("dataset read", batches=count):
@@ -290,6 +293,8 @@ def moved(
     if isinstance(sharding, jax.sharding.NamedSharding):
         whole = [leaf[: passes * replicas] for leaf in block]
         shaped = [leaf.reshape(passes, replicas, *leaf.shape[1:]) for leaf in whole]
+        # [passes, replicas, ...]: pass t takes batches t*replicas to (t+1)*replicas, one for each
+        # replica.
         device = tuple(jax.device_put(with_room(leaf, rows), sharding) for leaf in shaped)
     else:
         device = tuple(put(leaf, sharding, rows) for leaf in block)
@@ -310,6 +315,7 @@ def form_of(batch: Tree, shape: Callable[[Any], Any], others: Iterable[Form]) ->
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
     spec = ElementSpec.of(shape(batch))
+    # A batch of numbers in place of arrays: where each number ends up is the order of the leaves.
     order = jax.tree.leaves(shape(jax.tree.unflatten(structure, range(len(leaves)))))
     if len(order) != len(spec.leaves):
         raise DataError(

@@ -32,7 +32,7 @@ def copy_batches(call: dict[str, Any], *names: str) -> None:
 
 
 def copying(data: Tree) -> Any:
-    """Data for Keras whose batches nobody overwrites; only what makes its own arrays is wrapped.
+    """Data for Keras whose batches are never overwritten; only what makes its own arrays is wrapped.
 
     Keras slices arrays, and tensors of other libraries are fresh for each batch.
     """

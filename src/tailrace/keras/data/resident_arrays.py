@@ -55,6 +55,8 @@ class Rows:
         """
         count = len(self.arrays[0])
         whole = self.shuffle and self.shuffle != "batch"
+        # From NumPy's global generator, in one call at the start of an epoch: so the order, and
+        # everything drawn after it, is that of Keras.
         order = np.random.permutation(count) if whole else None
         for start in range(0, count, self.batch_size):
             stop = min(start + self.batch_size, count)
@@ -113,6 +115,7 @@ def _is_sliced(leaf: object) -> bool:
     """Whether Keras passes slices of an array on unchanged."""
     if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
         return False
+    # Keras casts other floats, batch by batch.
     return leaf.dtype.kind != "f" or leaf.dtype == keras.config.floatx()
 
 
@@ -169,4 +172,6 @@ def numbers_of(batches: Sequence[Any]) -> np.ndarray:
 
 @jax.jit
 def _gather(arrays: list[Any], rows: Any) -> list[Any]:
+    # "clip" is plain gathering; the default would compare every index, to return NaN for one
+    # outside.
     return [jnp.take(array, rows, axis=0, mode="clip") for array in arrays]

@@ -28,7 +28,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     scalers = [one for one in chain if isinstance(one, keras.optimizers.LossScaleOptimizer)]
     if len(scalers) > 1:
         raise OptionError(scaled_twice(scalers[0].inner_optimizer))
-    # An optimizer around another that is no wrapper of ours (a scaler of the user's own).
+    # An optimizer around another that is not a wrapper of ours (a scaler of the user's own).
     inner = getattr(chain[-1], "inner_optimizer", None)
     if inner is not None:
         scalers, chain = [chain[-1]], [inner]

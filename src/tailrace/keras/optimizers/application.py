@@ -28,6 +28,8 @@ def applied(
     if not overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
         values, kept = optimizer.stateless_apply(list(kept), list(grads), list(values))
         return list(values), list(kept)
+    # Run in a scope that holds the values: the override assigns to variables, and the scope records
+    # it.
     own = optimizer.variables
     mapping = [*zip(variables, values, strict=True), *zip(own, kept, strict=True)]
     with keras.StatelessScope(state_mapping=mapping) as scope:

@@ -62,6 +62,8 @@ class Wrapper(keras.optimizers.Optimizer):
                 f"{type(self).__name__} wraps a Keras optimizer. "
                 f"Received: {type(inner_optimizer).__name__}."
             )
+        # Keras needs a rate here and makes a variable of it; every property below leads to the
+        # wrapped optimizer instead.
         super().__init__(learning_rate=0.0, name=name or type(self).__name__)
         self.inner_optimizer = inner_optimizer
 
@@ -142,6 +144,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, value: object) -> None:
+        # Keras' `__init__` sets it before there is a wrapped optimizer.
         if "inner_optimizer" in self.__dict__:
             self.inner_optimizer.learning_rate = value
 

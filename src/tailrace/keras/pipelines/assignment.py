@@ -133,7 +133,9 @@ def _costs(model: keras.Model, flow: Any, layers: list[Call]) -> list[float]:
         return out
 
     examples = [
-        jax.ShapeDtypeStruct(tuple(d or 1 for d in one.shape), one.dtype) for one in model.inputs
+        # Unknown lengths are 1: only how costs compare between layers matters.
+        jax.ShapeDtypeStruct(tuple(d or 1 for d in one.shape), one.dtype)
+        for one in model.inputs
     ]
     with keras.StatelessScope():
         jax.eval_shape(run, examples)
@@ -141,6 +143,8 @@ def _costs(model: keras.Model, flow: Any, layers: list[Call]) -> list[float]:
     for call in layers:
         shape = shapes.get(call.output(), (1,))
         weights = sum(math.prod(v.shape) for v in call.operation.trainable_variables)
+        # A weight is used once for each position of the output (pixels, tokens), not for each
+        # feature; layers without weights still move their outputs.
         found.append(float(weights * math.prod(shape[1:-1]) + math.prod(shape)))
     return found
 

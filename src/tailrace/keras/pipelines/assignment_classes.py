@@ -116,6 +116,7 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
         inner = getattr(value, "pipeline_stage_assignments", value)
         if nested:
             entries = one.pipeline_stage_assignments
+            # One number for a model inside is the stage of all its layers.
             each = inner if isinstance(inner, list) else [inner] * len(entries)
             found.append(_matched(entries, each, one.nested_model.name))
             continue
@@ -205,6 +206,7 @@ def noted_stages(model: keras.Model) -> list[Any] | None:
         calls = layer.__dict__.get(CALLS, ())
         number = taken.get(id(layer), 0)
         taken[id(layer)] = number + 1
+        # By order: the n-th symbolic call of a layer is its n-th node in the graph.
         return calls[number] if number < len(calls) else layer.__dict__.get(MADE)
 
     flow = flow_of(model)

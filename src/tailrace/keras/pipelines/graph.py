@@ -151,6 +151,7 @@ def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
         operation = operations[name]
         inputs = tuple(resolve(tensor) for tensor in taken)
         if has_flow(operation) and isinstance(operation, keras.Model):
+            # A model that is called twice has its layers' calls twice, under different paths.
             again = f"#{index}" if index else ""
             inner = flow_of(operation, f"{path}{name}{again}/", (*around, operation))
             calls.extend(map(_alias, inner.inputs, inputs))
@@ -280,12 +281,16 @@ def run_flow(
         masks: list[Any] = list(keras.tree.flatten(mask))  # type: ignore[arg-type]
         values = {t: with_mask(v, m) for (t, v), m in zip(values.items(), masks, strict=True)}
     wanted = {leaf.tensor for leaf in keras.tree.flatten(flow.outputs)}
+    # What is not used any more must not cross a boundary: it would be sent, and stashed for the
+    # backward pass.
     last_use = {tensor: n for n, call in enumerate(order) for tensor in call.inputs}
     for number, call in enumerate(order):
         needed = {t: v for t, v in values.items() if t in wanted or last_use.get(t, -1) >= number}
         values = between(call, needed)
         args, kwargs = call.arguments(values)
         if training is not None and takes_training(call.operation):
+            # Keras passes it on implicitly while a model is called; here its layers are called one
+            # by one.
             kwargs = {**kwargs, "training": training}
         with _scopes(call.around):
             made = call.operation(*args, **kwargs)
@@ -326,6 +331,7 @@ def _standard(model: keras.Model, inputs: Tree) -> Iterator[Any]:
             yield value
             continue
         value: Any = keras.ops.convert_to_tensor(value, dtype=wanted.dtype)
+        # As a Functional model does when it is called: a last dim of 1 is added or removed.
         if len(value.shape) == len(wanted.shape) + 1 and value.shape[-1] == 1:
             value = keras.ops.squeeze(value, axis=-1)
         elif len(value.shape) == len(wanted.shape) - 1 and wanted.shape[-1] == 1:

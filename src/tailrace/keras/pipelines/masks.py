@@ -37,6 +37,7 @@ class _Setting(keras.layers.Layer):
     def __init__(self, mask: TensorLike) -> None:
         super().__init__(autocast=False, name="tailrace_mask_setting")
         self.supports_masking = True
+        # In a list: Keras would track an array that is set as an attribute.
         self.given = [mask]
 
     def call(self, value: object) -> Any:

@@ -129,6 +129,7 @@ class Following:
         self._around.append(opened)
         if self._given is not None:
             given = next(self._given[-1], None)
+            # One number for a model inside is the stage of all its layers.
             self._given.append(iter(given) if isinstance(given, list) else itertools.repeat(given))
         try:
             yield

@@ -36,6 +36,7 @@ def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[st
         callbacks.callbacks.append(Watch(pacing))
         return
     listed = keras.tree.flatten(callbacks) if callbacks else []
+    # First: the counts of the epoch must be there before any callback of the user's asks for them.
     call["callbacks"] = [Watch(pacing), *listed]
     if call["verbose"] != 0 and not any(
         isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
@@ -48,6 +49,8 @@ def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[st
     stepwise = overrides(model, "train_step", keras.Model)  # its logs are all there is
     listening = [one for one in call["callbacks"] if _listens(one)]
     pacing.listeners = stepwise or bool(listening) or logs_of_its_own(model)
+    # Keras runs the hooks of `async_safe` callbacks in a thread, so they cannot rely on what the
+    # model is between two executions.
     pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
 

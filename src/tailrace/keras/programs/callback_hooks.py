@@ -41,6 +41,7 @@ def _hook_span(callback: keras.callbacks.Callback, name: str) -> Iterator[None]:
         with span("callback", callback=type(callback).__name__, hook=name):
             return hook(*args, **kwargs)
 
+    # On the object, not its class: other callbacks of that class may belong to another fit.
     own[name] = run
     try:
         yield

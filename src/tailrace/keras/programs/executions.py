@@ -112,9 +112,8 @@ class Executions(ABC):
     def execute(self, iterator: Iterator[Any]) -> list[Any]:
         """Run one execution; returns the results of its dispatches. Raises StopIteration at the end."""
         pacing = self.pacing
-        if (
-            pacing.already()
-        ):  # Keras counts through executions that ran together with an earlier one
+        # Keras counts through executions that ran together with an earlier one.
+        if pacing.already():
             return [self.latest]
         batches = self._open(iterator)
         size = batches.bytes_per_batch()
@@ -134,6 +133,7 @@ class Executions(ABC):
             block = batches.take(piece, self.replicas, self._sharding, ahead, room)
             if block is None:
                 break
+            # A failure of the dataset explains a short block better than a count does.
             if block.count % self.per_step:
                 if batches.failure is not None:
                     raise batches.failure
@@ -143,6 +143,8 @@ class Executions(ABC):
             ticket, result = self.dispatch(block)
             if ahead and pacing.arrays and piece < dispatch_table.THREAD_FROM:
                 batches.read_next()  # while the device computes
+            # From here to the end of the execution there is no position to save: Keras counts whole
+            # executions.
             self.inside = True
             results.append(result)
             self._latest_count = block.count
@@ -172,6 +174,7 @@ class Executions(ABC):
         variables = self.handed_over()
         if len(values) == len(variables):
             for variable, value in zip(variables, values, strict=True):
+                # A donated array cannot be read any more; its variable keeps the value it has.
                 if not getattr(value, "is_deleted", bool)():
                     variable.assign(value)
 

@@ -46,6 +46,8 @@ class Series(Values):
             with span("outfeed copy"):
                 parts = [np.asarray(leaf).reshape(*lead, -1) for leaf in self._leaves]
             self._host = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            # Released: the device buffers of a whole epoch would otherwise live as long as Keras'
+            # logs.
             self._leaves = ()
         return self._host
 

@@ -61,6 +61,7 @@ class Pacing:
 
     def begin_epoch(self) -> None:
         """Reset the counts."""
+        # The time between two epochs (validation, callbacks) is not the time of a dispatch.
         self._left, self._number, self._ready_at = self.batches, 0, None
         self._owed = 0
 
@@ -89,6 +90,7 @@ class Pacing:
         if alone or self.execution >= dispatch_table.TOGETHER or not self.batches:
             return min(self.execution, self._left)
         most = min(dispatch_table.TOGETHER, dispatch_table.most_bytes() // max(1, bytes_per_batch))
+        # Whole executions only, so that Keras can count through them one by one.
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))
         self._together = count > 1
         return min(count * self.execution, self._left)
@@ -121,12 +123,12 @@ class Pacing:
         most = max(1, dispatch_table.most_bytes() // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > dispatch_table.LONG_S):
             most = min(most, max(1, self.execution // dispatch_table.PIECES))
-        if (
-            self.resident is not None
-        ):  # little travels: what counts is how soon the first piece is read
+        # Only row numbers travel: what counts is how soon the first piece is read.
+        if self.resident is not None:
             most = min(most, dispatch_table.TOGETHER)
         longest = min(wanted, most)
         shortest = longest // dispatch_table.SHORTEST
+        # Equal pieces first: a shorter last one would need a program of its own.
         for piece in range(longest - longest % self.unit, shortest, -self.unit):
             if wanted % piece == 0:
                 return piece

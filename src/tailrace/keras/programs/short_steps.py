@@ -42,6 +42,7 @@ class ShortSteps:
         None if the next batch cannot take the short way; it is then still the next one.
         """
         engine = self._engine
+        # Another form of batches, or a loop of fixed length that took over, is another program.
         if engine.runner is not self._runner:
             return None
         elements = batches.next_of(self.form)

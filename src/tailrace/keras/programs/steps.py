@@ -81,6 +81,7 @@ class Looping(Executions, ABC):
 
     def run_blocks(self, state: Tree, iterator: Iterator[Any]) -> list[Any]:
         """Run one execution; returns the values of each dispatch."""
+        # New values from Keras: the loop begins again from them.
         if state is not self._token:
             self._active, self._start = None, self._parts([list(values) for values in state])
             self._read = self._start[1]
@@ -112,6 +113,8 @@ class Looping(Executions, ABC):
                 carried, read = self._carried(), self._read
             state: Any = (tuple(carried), tuple(read))
             if isinstance(runner, ForwardRunner):
+                # In a pipeline, read values are parameters of stages, and so part of what the
+                # devices hold.
                 state = ((tuple(read), tuple(carried)), ())
             self._active = (runner, runner.begin(*state))
             self._start = None
@@ -146,6 +149,8 @@ class Looping(Executions, ABC):
 
     def _runner_for(self, block: Block) -> LoopRunner:
         form, count = block.form, block.count // self.replicas
+        # A pipeline's schedule is compiled for its number of microbatches; a plain loop takes any
+        # length.
         key = (form, count) if self._pipeline else form
         if key not in self.runners:
             form.feed.bind_replicas(self.replicas)
@@ -159,6 +164,8 @@ class Looping(Executions, ABC):
                         f"{self.called} runs the whole model on one device of each replica, not as a "
                         f"pipeline over the stages' devices: {error}"
                     )
+                    # For good: the reason (too few devices, an uneven split) will not change, and
+                    # is said once.
                     self._pipeline = None
                     return self._runner_for(block)
             else:
@@ -169,6 +176,7 @@ class Looping(Executions, ABC):
         """The values that one batch sends out, and the next carry."""
         sent, state = self.step((*read, *carried), self.batch(element))
         after = jax.tree.map(
+            # A loop's carry keeps its dtypes.
             lambda old, new: jnp.asarray(new, old.dtype),
             carried,
             tuple(list(part) for part in state[self.read_only :]),
@@ -187,6 +195,7 @@ class Looping(Executions, ABC):
         def program(carried: Tree, read: Tree) -> Any:
             return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
 
+        # Every carried value may differ per replica: metrics, seeds and counters do.
         own = [True] * len(jax.tree.leaves(carried))
         return LoopRunner(program, carried, read, self.placement, own)
 

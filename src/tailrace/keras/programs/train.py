@@ -82,6 +82,8 @@ class Training(Executions):
 
     def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
+        # Keras passes back what `run` returned, unless it has read or written the variables in
+        # between. So a token in place of arrays says that the values here are the current ones.
         if state is self._token:
             logs = self._run_short(iterator)
             if logs is not None:
@@ -104,6 +106,8 @@ class Training(Executions):
             self._collect()  # callbacks at the end of an epoch must see all results
             self._deliver()
         leaves = jax.tree.leaves(self.engine.state)
+        # A variable may have two leaves: the loss scale is also a parameter. Both hold the same
+        # value.
         values = [leaves[numbers[0]] for numbers in self._leaves]
         if self.replicas > 1 or self.engine.pipeline is not None:
             values = [
@@ -112,6 +116,8 @@ class Training(Executions):
             ]
         for variable, value in zip(self.layout.variables, values, strict=True):
             variable.assign(value)
+        # What Keras now has. If it passes the same arrays back, nobody has changed them, and
+        # `_load` leaves them.
         self._handed = [variable.value for variable in self.layout.variables]
 
     def handed_over(self) -> list[Any]:
@@ -219,6 +225,7 @@ class Training(Executions):
         trees = [{name: next(rest) for name in kind.names} for kind in layout.kinds]
         params, others, kept, metrics = trees
         if layout.scale is not None:
+            # The optimizer's scale decides the loss, and the loss function sees parameters only.
             params[SCALE] = kept[layout.optimizer.names[layout.scale]]
         taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
         if settings.is_pipelined:
@@ -233,6 +240,8 @@ class Training(Executions):
             accumulation=1 if settings.is_pipelined else settings.accumulation,
             replicas=self.replicas,
             model_state={**others, **metrics},
+            # Metrics count what their replica saw, and seeds must differ; BatchNorm's averages are
+            # averaged.
             replica_state=lambda name: "each" if layout.own_of_replicas(name) else "mean",
             observe=taps,
             offload_optimizer_state=settings.options.offload_optimizer_state,
@@ -270,10 +279,13 @@ class Training(Executions):
         loss = seen.loss
         if layout.scale is not None:
             loss = loss * jax.lax.stop_gradient(params[SCALE]).astype(loss.dtype)
+        # As Keras' own train step does; the optimizer divides gradients by it again.
         elif (factor := model.optimizer.loss_scale_factor) is not None:
             loss = loss * jnp.asarray(factor, loss.dtype)
+        # Known from tracing: which logs there are depends on the model's losses and metrics.
         self.names = {name: jnp.shape(value) for name, value in logs.items()}
         after = {**layout.others.tree(others), **layout.metrics.tree(metrics)}
+        # A loop's carry keeps its dtypes; Keras may return a Python number, or a wider float.
         after = {name: jnp.asarray(v, model_state[name].dtype) for name, v in after.items()}
         return loss, (after, {"metrics": dict(logs)})
 
@@ -292,6 +304,7 @@ class Training(Executions):
         sent: list[dict[str, Any]] = []
         ready = None
         quiet = self._is_quiet(engine, steps)
+        # Muted scalars are not outputs of the program: unread, they cost nothing.
         engine.runner.muted = frozenset([engine.scalars]) if quiet else frozenset()
         while ran < steps:
             length = min(piece, steps - ran)
@@ -310,6 +323,7 @@ class Training(Executions):
         if quiet:
             return ready, self._metrics_now(engine) if self.pacing.listeners else {}
         numbers = [name for name, shape in self.names.items() if not shape]
+        # After a whole dispatch: a short step repeats what that one found out.
         if self._short is None and self._is_short(engine):
             self._short = ShortSteps(engine, block.form, numbers)
         return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))

@@ -32,6 +32,7 @@ def names_of(variables: Sequence[Any], outermost: str = "", prefix: str = "") ->
     for variable in variables:
         path = variable.path.removeprefix(f"{outermost}/") if outermost else variable.path
         name, number = f"{prefix}{path}", 0
+        # Paths are not always unique, as with two layers of one name in a subclassed model.
         while name in found:
             number += 1
             name = f"{prefix}{path}#{number}"

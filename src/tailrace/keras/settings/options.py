@@ -100,6 +100,7 @@ class Options:
     def restored(cls, plain: dict[str, Any]) -> Options:
         """From the values in a file."""
         known = {field.name for field in dataclasses.fields(cls)}
+        # A model that a later version saved may have options that this one does not know.
         return cls(**{name: value for name, value in plain.items() if name in known})
 
 
@@ -246,6 +247,8 @@ class Settings:
             )
         check_wrappers(self.model.optimizer)
         try:
+            # Plans are plain data: the schedule's rules about counts are checked here, before Keras
+            # reads any batch.
             self._pipeline(Pipeline, self.model).plan((1,) * count)
         except PlanError as error:
             self.staged()  # first, because it reports stages in a wrong order

@@ -174,6 +174,7 @@ class Setters:
             )
         if accumulate_outfeed_dtype is not None:
             _note_chip("accumulate_outfeed_dtype")
+        # The options are part of the program, which is traced again for the next fit.
         self.forget_programs()
 
     def set_infeed_queue_options(self, **kwargs: Any) -> None:

@@ -45,6 +45,7 @@ def chart(steps: np.ndarray, values: np.ndarray, width: int = 72, height: int = 
 def _resampled(values: np.ndarray, count: int) -> np.ndarray:
     """The mean of the finite values in each of `count` parts; the nearest value if there are few."""
     if len(values) <= count:
+        # Repeated, not interpolated: a picture must not show values that were never there.
         return values[np.linspace(0, len(values) - 1, count).round().astype(int)]
     out = np.full(count, np.nan)
     for place, part in enumerate(np.array_split(values, count)):

@@ -48,6 +48,7 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Renderab
             if not brief:
                 for title, rows in what_ran(followed).items():
                     parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]
+    # A run that is being written may be unreadable for a moment: `watch` draws it again.
     except TailraceError as error:
         return Text(str(error), style="red")
     return Group(*parts)

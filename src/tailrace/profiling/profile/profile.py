@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tailrace.data.files import parse_json, read_bytes
 from tailrace.errors import RunError
 from tailrace.profiling.profile.measurement import Measurement, Row
 from tailrace.profiling.profile.pipeline_times import PipelineTimes
@@ -64,7 +65,7 @@ class Profile(Measurement):
     def from_json(text: str) -> Profile:
         """A profile from JSON; raises a RunError for anything else."""
         try:
-            found: dict[str, Any] = json.loads(text)
+            found: dict[str, Any] = parse_json(text)
             if found.pop("format") != FORMAT:
                 raise KeyError("format")
             rows = tuple(Row(**row) for row in found.pop("rows"))
@@ -82,7 +83,8 @@ class Profile(Measurement):
     def load(path: str | os.PathLike[str]) -> Profile:
         """Read a profile that `save` wrote."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            # A file of a run is untrusted: it may be a pipe, or without end.
+            text = read_bytes(path, RunError, description=True).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"The profile {str(path)!r} cannot be read: {error}.") from error
         return Profile.from_json(text)

@@ -67,7 +67,7 @@ class Difference:
         where += [f"replica {self.replica}"] if self.replica >= 0 else []
         what = f"{shown(self.tensor)} ({self.kind}{', ' + self.field if self.field else ''})"
         return (
-            f"They part {'in ' + ', '.join(where) + ' ' if where else ''}at {what}: "
+            f"They first differ {'in ' + ', '.join(where) + ' ' if where else ''}at {what}: "
             f"{self.values[0]:.9g} and {self.values[1]:.9g}, the largest difference "
             f"{self.largest:.3g}, relative {self.relative:.3g}.{rest}"
         )
@@ -83,6 +83,7 @@ def common_rows(one: Record, other: Record) -> tuple[np.ndarray, np.ndarray]:
             record.replicas.tolist(),
             strict=True,
         )
+        # Later rows replace earlier ones: a trainer that went back has computed some steps twice.
         return {tag: row for row, tag in enumerate(tags)}
 
     mine, theirs = rows(one), rows(other)
@@ -100,6 +101,7 @@ def first_row(
     for field, mine, theirs in _fields(one.values, other.values):
         if mine.shape[1:] != theirs.shape[1:]:
             text = f"shapes {list(mine.shape[1:])} and {list(theirs.shape[1:])}"
+            # Other shapes differ in every row, so in the first.
             worst = {0: (float("nan"), text, float("nan"), (float("nan"), float("nan")))}
             break
         a, b = (_flat(mine[left]), _flat(theirs[right]))

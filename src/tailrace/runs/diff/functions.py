@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.program.observe import observe
 from tailrace.records.records import Records
@@ -32,7 +33,7 @@ class Called:
 
     function: Callable[..., Any]
     batch: Any
-    device: Any = None
+    device: Device | int | str | None = None
     dtype: Any = None
 
     @functools.cached_property
@@ -78,6 +79,7 @@ def diff_functions(
     mine = first.run(set(common))
     found = second.run({theirs[name].name for name in common})
     other = {name: found[theirs[name].name] for name in common if theirs[name].name in found}
+    # Stable: within a kind, tensors stay in the order in which they are computed.
     keys = sorted((name for name in common if name in mine and name in other), key=rank_of)
     if first.dtype is not None or second.dtype is not None:  # inputs differ by the cast
         keys = [name for name in keys if not name.startswith("input/")]
@@ -90,7 +92,7 @@ def diff_functions(
     return completed(None, keys, ours, theirs)
 
 
-def device_of(named: Any) -> Any:
+def device_of(named: Device | int | str) -> Device:
     """A device, from itself, its index, or its platform and index there.
 
     >>> device_of("cpu:0") == device_of("cpu") == jax.devices("cpu")[0]

@@ -125,6 +125,7 @@ def _diff_runs(
         parted = first_row(one, other, left, right, rtol, atol)
         if parted is None:
             continue
+        # By time first, then by the order of a step: what differs first is nearest to the cause.
         rank = (parted.step, parted.microbatch, rank_of(key[0]), number)
         if found is None or rank < least:
             found, least = parted, rank
@@ -153,6 +154,8 @@ def _series(run: Any) -> dict[tuple[str, str], Callable[[], Record]]:
 
     found: dict[tuple[str, str], Callable[[], Record]] = {}
     for key in records:
+        # Read one at a time when they are compared: all records of two runs may not fit into
+        # memory.
         found[key] = lambda key=key: records[key]
     for name in history:
         found[f"history/{name}", "metric"] = lambda name=name: metric(name)

@@ -77,6 +77,7 @@ def svg_text(figure: Any) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
+    # matplotlib's ids and dates would make every file another one; text stays text, to be searched.
     with rc_context({"svg.hashsalt": "tailrace", "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()

@@ -104,6 +104,7 @@ def histograms_of(
     records: Records = source if isinstance(source, Records) else source.records
     found: dict[str, ExponentHistogram] = {}
     keys = chosen_keys(records, select, ("histogram", "tensor"), catalogue_of(source))
+    # Histograms first: a tensor that has both is counted once.
     for key in sorted(keys, key=lambda key: key[1] != "histogram"):
         if key[0] in found:
             continue
@@ -125,6 +126,7 @@ def histograms_of(
 
 def _steps_in(steps: np.ndarray, chosen: slice) -> np.ndarray:
     there = np.unique(steps)
+    # A negative start counts recorded steps from the end; any other is the number of a step.
     if chosen.start is not None and chosen.start < 0:
         return there[chosen]
     first = 0 if chosen.start is None else chosen.start
@@ -262,6 +264,8 @@ def heatmap(
         at, numbers = at[inside], numbers[inside]
         where = np.searchsorted(starts, at, side="right") - 1
         for column in np.unique(where):
+            # Tensors may have been observed at other steps: each fills the columns that it has
+            # values for.
             values[row, column] = numbers[where == column].mean()
     what = {"norm": "norm", "stats": field, "histogram": "mean magnitude, by exponent"}[kind]
     names = tuple(name for name, _, _ in series)
@@ -277,6 +281,8 @@ def _one_number(record: Record, field: str) -> tuple[np.ndarray, np.ndarray]:
         values = values[field]
     elif record.kind == "histogram":
         finite = values[..., :INF_BIN].astype(float)
+        # A geometric mean, from the middles of the bins: an arithmetic one would show only the
+        # largest values.
         middle = np.arange(INF_BIN) - BIAS + 0.5
         total = np.maximum(finite.sum(-1), 1)
         values = np.where(finite.sum(-1) > 0, 2.0 ** ((finite * middle).sum(-1) / total), np.nan)

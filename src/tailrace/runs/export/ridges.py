@@ -45,6 +45,7 @@ class ExponentRidges(Picture):
         strip = figure.add_axes((left, box[1] + box[3], 0.86 - left, rows_at))
         low, high = self._range()
         draw_formats(strip, axes, low - 5, max(high + 4, 20))
+        # One scale for all rows, so that their heights can be compared.
         top = np.log10(1 + max(int(row.counts.max()) for row in self.rows))
         for number, row in enumerate(self.rows):
             self._draw(axes, number, row.counts, (low, high), top)

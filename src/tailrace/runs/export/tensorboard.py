@@ -7,6 +7,7 @@ log2 |value|: TensorBoard draws linear bins, in which all magnitudes would be on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np
 
 
 def write_events(
-    records: Records, history: History, logdir: Any, select: Select = "*", every: int = 1
+    records: Records,
+    history: History,
+    logdir: str | os.PathLike[str],
+    select: Select = "*",
+    every: int = 1,
 ) -> int:
     """Write the history and the selected records of a run; see `Run.to_tensorboard`."""
     try:

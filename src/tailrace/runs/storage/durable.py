@@ -34,8 +34,12 @@ def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
     changed: set[str] = set()
     try:
         for name, content in contents.items():
+            # Folders that were made, or got a new name in them, are synced too: a file whose folder
+            # entry is lost is lost.
             changed |= root.make_folder(name.rpartition("/")[0])
             write_file(root, name + PARTIAL, content)
+        # Rename before sync would be atomic for readers, but not for a power failure: the new name
+        # could lead to empty data.
         _at_once(lambda name: sync_file(root, name + PARTIAL), contents)
         root.check()  # a file in a directory that lost its name would be unreachable
         for name in contents:
@@ -56,6 +60,8 @@ def write_file(root: HeldDirectory, name: str, content: bytes) -> None:
     """Write a new file; a leftover of its name is removed first."""
     with contextlib.suppress(FileNotFoundError):
         root.unlink(name)  # a symbolic or hard link may be in its place
+    # O_EXCL: if anything appears under the name after the unlink, fail rather than write through
+    # it.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with os.fdopen(root.open(name, flags), "wb") as file:
         file.write(content)
@@ -67,6 +73,7 @@ def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
         for name in names:
             call(name)
         return
+    # `fsync` waits without the interpreter's lock.
     with ThreadPoolExecutor(min(len(names), MOST_AT_ONCE), thread_name_prefix=THREADS) as pool:
         list(pool.map(call, names))
 

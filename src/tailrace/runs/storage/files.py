@@ -26,6 +26,13 @@ import numpy as np
 
 from tailrace.errors import MissingDependency, RunError
 
+ZarrGroup = Any
+"""A `zarr.Group`. Zarr is imported only when it is used, and to a type checker whatever a group holds
+is an array or another group."""
+
+ZarrArray = Any
+"""A `zarr.Array`, likewise."""
+
 FORMAT = 1
 """The version of this layout. A reader refuses a higher one."""
 
@@ -71,6 +78,8 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> t
     size = max(1, math.prod(shape)) * itemsize
     if tensors is None:
         return (max(1, min(MOST_ROWS, CHUNK_BYTES // size)), *(max(1, n) for n in shape))
+    # At least 1,024 rows to a chunk come before many tensors: runs are read over time, one tensor
+    # after the other.
     together = max(1, min(MOST_TENSORS, tensors, CHUNK_BYTES // (size * 1024)))
     rows = max(1, min(MOST_ROWS, CHUNK_BYTES // (size * together)))
     return (rows, together, *(max(1, n) for n in shape))
@@ -116,6 +125,7 @@ def describe_tree(value: object, leaf: Callable[[Any], int]) -> Any:
     if value is None:
         return None
     if isinstance(value, Mapping):
+        # JSON would turn other keys into strings, and the tree would come back as another one.
         if not all(isinstance(key, str) for key in value):
             raise RunError(
                 f"A function of a tap that goes into a run directory returns dicts with strings as "

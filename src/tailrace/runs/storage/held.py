@@ -96,6 +96,8 @@ class HeldDirectory:
         parts = name.split("/") if name else []
         for depth in range(1, len(parts) + 1):
             below = "/".join(parts[:depth])
+            # Level by level, each from its parent's handle: `makedirs` would follow a link in
+            # between.
             with self._inside(below) as (path, folder), contextlib.suppress(FileExistsError):
                 os.mkdir(path, dir_fd=folder)
                 changed |= {below, "/".join(parts[: depth - 1])}

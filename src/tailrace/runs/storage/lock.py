@@ -33,12 +33,14 @@ def is_locked(directory: Path) -> bool | None:
     except ImportError:  # not a Unix: a process that died has left the file
         return None
     try:
+        # O_NONBLOCK: opening a pipe of this name would wait for a writer.
         handle = os.open(directory / NAME, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW)
     except OSError:
         return None
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return None
+        # Shared: readers that ask at the same time do not see each other as writers.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -84,6 +86,7 @@ class DirectoryLock:
                 os.close(handle)
                 raise
         self._handle = handle
+        # For the message of a process that is refused. The lock itself is `flock`, not this text.
         os.truncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
 

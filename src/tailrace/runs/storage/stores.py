@@ -122,6 +122,8 @@ class BufferedStore(DirectoryStore):
 
         Files that could not be written, except `last`, are written by the next flush.
         """
+        # Removed before the others are written: if they fail, counts that include them must not be
+        # left for the next flush.
         final = self._held.pop(last).to_bytes()
         put_files(self._directory, {name: held.to_bytes() for name, held in self._held.items()})
         self._held.clear()

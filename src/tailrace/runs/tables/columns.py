@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.runs.storage.files import CHUNK_NAMES, chunk_shape, codecs, stored_dtype
+from tailrace.runs.storage.files import CHUNK_NAMES, ZarrGroup, chunk_shape, codecs, stored_dtype
 
 
 class Columns:
@@ -26,7 +26,7 @@ class Columns:
             `counted`.
     """
 
-    def __init__(self, group: Any, rows: str) -> None:
+    def __init__(self, group: ZarrGroup, rows: str) -> None:
         self.group, self._rows = group, rows
         self.committed = 0
         self._arrays: dict[str, Any] = {}
@@ -34,7 +34,7 @@ class Columns:
         self._count = 0
 
     @classmethod
-    def reopened(cls, group: Any, rows: str, committed: int) -> Columns:
+    def reopened(cls, group: ZarrGroup, rows: str, committed: int) -> Columns:
         """Existing columns, of which the first rows count."""
         columns = cls(group, rows)
         columns.committed = committed
@@ -80,7 +80,10 @@ class Columns:
         """
         wide = stored_dtype(dtype)
         row = shape if tensors is None else (tensors, *shape)
+        # What rows of a column read as if it was added later, or has no value in them: recognisable
+        # as missing.
         fill = {"f": float("nan"), "c": float("nan"), "i": -1}.get(wide.kind, 0)
+        # Readers cast back, so that bfloat16 comes out as it went in.
         own = {"dtype": dtype.name} if wide != dtype else {}
         self._arrays[name] = self.group.create_array(
             name,
@@ -106,6 +109,7 @@ class Columns:
     def append(self, count: int, values: dict[str, np.ndarray]) -> None:
         """Buffer `count` rows; columns not in `values` get their fill value."""
         for name, rows in values.items():
+            # With its place: columns may skip rows, which then have fill values.
             self._waiting.setdefault(name, []).append((self._count, rows))
         self._count += count
 

@@ -93,6 +93,7 @@ def _joined_part(parts: Sequence[Part]) -> Part:
         parts = [replace(part, value=v, size=-1) for part, v in zip(parts, values, strict=True)]
         first = parts[0]
     axis = 1 if first.replicas > 1 else 0
+    # A collected part has one value for its whole execution, without a dim of steps.
     join = np.stack if first.collected else np.concatenate
 
     def joined(*values: Any) -> np.ndarray:

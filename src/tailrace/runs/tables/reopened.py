@@ -15,6 +15,7 @@ import numpy as np
 
 from tailrace.errors import RunError
 from tailrace.runs.storage.attributes import unsealed
+from tailrace.runs.storage.files import ZarrGroup
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTable
 from tailrace.runs.tables.validations import ValidationTable
@@ -49,7 +50,7 @@ class ReopenedTables:
         }
 
 
-def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
+def reopen(root: ZarrGroup, end: Mapping[str, Any]) -> ReopenedTables:
     """The tables of a run, truncated to their rows at the time of a checkpoint.
 
     Args:
@@ -58,11 +59,14 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
             they were kept), `records`; and `starts`.
     """
     there = unsealed(root.attrs["committed"])
+    # All counts are checked before any table is cut: a run that does not match stays as it was.
     kept = [*zip(end["records"], end["starts"], strict=True)]
     _check(end["history"], there["history"])
     _check(end["executions"], there["executions"])
     validations = int(end.get("validations", 0))
     _check(validations, there.get("validations", 0))
+    # Tables after those of the checkpoint are left where they are; their numbers are used again,
+    # and overwrite them.
     _check(len(kept), len(there["records"]))
     records, starts = [], []
     for number, (count, start) in enumerate(kept):
@@ -81,7 +85,7 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
     )
 
 
-def rows_before(root: Any, step: int) -> dict[str, Any]:
+def rows_before(root: ZarrGroup, step: int) -> dict[str, Any]:
     """The rows of the tables up to the last one of a step before `step`, as `reopen` takes it.
 
     The last one, because a trainer that went back has computed some steps twice.
@@ -103,7 +107,7 @@ def rows_before(root: Any, step: int) -> dict[str, Any]:
     }
 
 
-def _up_to(group: Any, by: str, count: int, step: int) -> int:
+def _up_to(group: ZarrGroup, by: str, count: int, step: int) -> int:
     if by not in group or not count:
         return 0
     before = np.flatnonzero(np.asarray(group[by][:count]) < step)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.storage.attributes import sealed
-from tailrace.runs.storage.files import FORMAT, import_zarr
+from tailrace.runs.storage.files import FORMAT, ZarrGroup, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.executions import join_executions
@@ -45,7 +45,11 @@ class RunTables:
     """
 
     def __init__(
-        self, store: BufferedStore, root: Any, history: HistoryTable, executions: ExecutionTable
+        self,
+        store: BufferedStore,
+        root: ZarrGroup,
+        history: HistoryTable,
+        executions: ExecutionTable,
     ) -> None:
         self._store, self._root = store, root
         self._history, self._executions = history, executions
@@ -139,6 +143,7 @@ class RunTables:
         started = time.monotonic()
         every = self._columns()
         counts = {
+            # Into the store's buffer; nothing reaches the disk before `flush`.
             "history": self._history.columns.write(),
             "records": [table.columns.write() for table in self._records.values()],
             "executions": self._executions.columns.write(),
@@ -179,6 +184,7 @@ class RunTables:
             tensors = (records[0].kind, tuple(record.name for record in records))
             key = self._reopened.get(tensors, form)
             if key not in self._records:
+                # Overwrites: a writer that was killed may have left a table that no count mentions.
                 group = self._root["records"].create_group(str(len(self._records)), overwrite=True)
                 self._records[key] = RecordTable(group, records)
                 self._starts[key] = 0

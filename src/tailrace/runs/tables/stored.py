@@ -20,7 +20,7 @@ from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
 from tailrace.records.record import Record, Source
 from tailrace.runs.storage.attributes import unsealed
-from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
+from tailrace.runs.storage.files import ZarrArray, ZarrGroup, build_tree, import_zarr, own_dtype
 from tailrace.taps.reductions import STATS
 
 CODECS = {"bytes", "blosc", "crc32c"}
@@ -47,7 +47,7 @@ class StoredTable:
 
     directory: Path
     path: str
-    group: Any
+    group: ZarrGroup
     start: int
     stop: int
 
@@ -149,7 +149,7 @@ class Sorted:
 
 
 def stored_records(
-    directory: Path, root: Any, starts: Sequence[int] = ()
+    directory: Path, root: ZarrGroup, starts: Sequence[int] = ()
 ) -> dict[tuple[str, str], list[Source]]:
     """All committed records, by name and kind; `starts` has each table's first row to read."""
     found: dict[tuple[str, str], list[StoredPart]] = {}
@@ -162,7 +162,9 @@ def stored_records(
     }
 
 
-def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> list[StoredTable]:
+def stored_tables(
+    directory: Path, root: ZarrGroup, starts: Sequence[int] = ()
+) -> list[StoredTable]:
     """The tables with committed rows; `starts` has each table's first row to read."""
     found = []
     for number, stop in enumerate(committed(directory, root)["records"]):
@@ -176,7 +178,7 @@ def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> lis
     return found
 
 
-def committed(directory: Path, root: Any) -> dict[str, Any]:
+def committed(directory: Path, root: ZarrGroup) -> dict[str, Any]:
     """The number of committed rows of the history and of each table."""
     with describing(directory, "zarr.json"):
         counts = unsealed(root.attrs["committed"])
@@ -189,7 +191,7 @@ def committed(directory: Path, root: Any) -> dict[str, Any]:
 def read_rows(
     directory: Path,
     path: str,
-    group: Any,
+    group: ZarrGroup,
     name: str,
     start: int,
     stop: int,
@@ -215,13 +217,14 @@ def read_rows(
 
 
 def _check_chunks(
-    directory: Path, where: str, array: Any, start: int, stop: int, tensor: int | None
+    directory: Path, where: str, array: ZarrArray, start: int, stop: int, tensor: int | None
 ) -> None:
     if start >= stop or not math.prod(array.shape[1:]):
         return
     rows = range(start // array.chunks[0], -(-stop // array.chunks[0]))
     rest = [range(-(-n // c)) for n, c in zip(array.shape[1:], array.chunks[1:], strict=True)]
     if tensor is not None:
+        # Only the chunks that will be read: others may be missing without harm.
         rest[0] = range(tensor // array.chunks[1], tensor // array.chunks[1] + 1)
     for row in rows:
         for other in np.ndindex(*(len(r) for r in rest)):
@@ -237,7 +240,7 @@ def _check_chunks(
                 )
 
 
-def _one_array(group: Any, name: str) -> Any:
+def _one_array(group: ZarrGroup, name: str) -> Any:
     """An array with the writer's codecs; others could decompress to any size."""
     array = group[name]
     codecs = [codec.to_dict() for codec in array.metadata.codecs]
@@ -247,7 +250,9 @@ def _one_array(group: Any, name: str) -> Any:
     return array
 
 
-def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int | None) -> None:
+def _check_size(
+    directory: Path, where: str, array: ZarrArray, rows: int, tensor: int | None
+) -> None:
     # Values of variable length have no fixed size, and are never read.
     values = math.prod(array.shape[1:] if tensor is None else array.shape[2:])
     # A chunk is decompressed whole, however few of its rows are asked for.
@@ -257,11 +262,12 @@ def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int 
         raise too_large(f"{where} of the run '{shown(str(directory))}'", size, limit, RunError)
 
 
-def _check_density(file: Path, array: Any) -> None:
+def _check_density(file: Path, array: ZarrArray) -> None:
     """Refuse a chunk whose declared size is impossible, before memory is allocated for it."""
     expected = math.prod(array.chunks) * np.dtype(array.dtype).itemsize
     head = read_head(file, BLOSC_HEADER, RunError)
     size = file.stat().st_size
+    # The decompressor believes this number and allocates it.
     declared = int.from_bytes(head[4:8], "little")
     if len(head) < BLOSC_HEADER or declared != expected or expected > MOST_DENSE * size:
         raise ValueError(

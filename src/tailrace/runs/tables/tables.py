@@ -13,7 +13,7 @@ from tailrace.records.parts import PER_MICROBATCH, Part
 from tailrace.records.record import Record
 from tailrace.records.sinks import Finished
 from tailrace.runs.storage.attributes import sealed, unsealed
-from tailrace.runs.storage.files import describe_tree
+from tailrace.runs.storage.files import ZarrGroup, describe_tree
 from tailrace.runs.tables.columns import Columns
 from tailrace.taps.reductions import NUM_BINS, STATS
 
@@ -43,6 +43,7 @@ def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
     found: dict[Hashable, list[Record]] = {}
     for part in parts:
         record = part.record()
+        # JSON as a key: the structure is nested lists, which cannot be hashed.
         form = json.dumps(_forms(record))
         one = part.one
         moments = (str(one.tap.mode), one.loops, one.differs, one.microbatches)
@@ -51,6 +52,8 @@ def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
         own = record.name if part.valid is not None else ""
         key: Hashable = (record.kind, form, moments, per_microbatch, own)
         first = found.get(key, [record])[0]
+        # The key follows from the taps. The rows are compared too: a table has one set of steps for all
+        # its tensors, whatever the reason that they differ.
         if not _same_moments(first, record):
             key = (key, record.name)
         found.setdefault(key, []).append(record)
@@ -59,6 +62,7 @@ def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
 
 def _same_moments(one: Record, other: Record) -> bool:
     tags = [(getattr(one, tag), getattr(other, tag)) for tag in TAGS]
+    # Mostly one array for all tensors of an execution: identity saves the comparison.
     return all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in tags)
 
 
@@ -78,7 +82,7 @@ def _forms(record: Record) -> list[Any]:
 class RecordTable:
     """A table of tensors: created for their first records, then appended to."""
 
-    def __init__(self, group: Any, records: Sequence[Record]) -> None:
+    def __init__(self, group: ZarrGroup, records: Sequence[Record]) -> None:
         first = records[0]
         tree, _, _ = _forms(first)
         said = {"kind": first.kind, "names": [record.name for record in records], "tree": tree}
@@ -88,6 +92,7 @@ class RecordTable:
             self.columns.add_column(tag, np.dtype(np.int64), (), ())
         names = np.array([record.name for record in records], dtype=object)
         self.columns.add_fixed("tensor", names, ["tensor"])
+        # A tensor has one stage for all its rows.
         stages = np.array([r.stages[0] if len(r) else -1 for r in records], np.int64)
         self.columns.add_fixed("stage", stages, ["tensor"])
         for name, array in value_columns(first).items():
@@ -134,6 +139,7 @@ def value_columns(record: Record) -> dict[str, np.ndarray]:
     else:
 
         def leaf(array: np.ndarray) -> int:
+            # Numbered, not named by their path: names in a run are data, never names of files.
             found[f"values{len(found)}"] = array
             return len(found)
 
@@ -155,7 +161,7 @@ def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
 class HistoryTable:
     """Loss and metrics, one row per step."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ZarrGroup) -> None:
         group.attrs.put(sealed({"names": []}))
         self.columns = Columns(group, "step")
         self._numbers: dict[str, int] = {}
@@ -196,6 +202,8 @@ class HistoryTable:
                 columns.add_column(
                     f"metric{number}", values.dtype, shape[1:], dims, attributes=about
                 )
+                # Buffered like everything else, and written before the counts: a reader never sees
+                # a column that it has no name for.
                 columns.group.attrs.put(sealed({"names": list(self._numbers)}))
             rows[f"metric{self._numbers[name]}"] = values
         if weights is not None:
@@ -206,7 +214,7 @@ class HistoryTable:
 class ExecutionTable:
     """One row per execution: its steps, and when it ended."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ZarrGroup) -> None:
         self.columns = Columns(group, "execution")
         for name, dtype in EXECUTION.items():
             self.columns.add_column(name, np.dtype(dtype), (), ())
@@ -230,6 +238,7 @@ class ExecutionTable:
             if any(name in one for one in values):
                 if name not in self.columns:
                     self.columns.add_column(name, np.dtype(dtype), (), ())
+                # No element has index -1, and 0 is the fingerprint of a group that was not taken.
                 missing = -1 if dtype == "int64" else 0
                 found[name] = np.array([one.get(name, missing) for one in values], dtype)
         self.columns.append(len(rows), found)

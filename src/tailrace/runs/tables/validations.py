@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tailrace.records.sinks import Validated
 from tailrace.runs.storage.attributes import sealed, unsealed
+from tailrace.runs.storage.files import ZarrGroup
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.stored import describing, read_rows
 
@@ -24,7 +24,7 @@ class ValidationTable:
         self._numbers = {name: i for i, name in enumerate(unsealed(columns.group.attrs)["names"])}
 
     @classmethod
-    def create(cls, root: Any) -> ValidationTable:
+    def create(cls, root: ZarrGroup) -> ValidationTable:
         """An empty table; replaces one whose rows no longer count."""
         group = root.create_group(GROUP, overwrite=True)
         group.attrs.put(sealed({"names": []}))
@@ -33,7 +33,7 @@ class ValidationTable:
         return cls(columns)
 
     @classmethod
-    def reopened(cls, root: Any, count: int) -> ValidationTable | None:
+    def reopened(cls, root: ZarrGroup, count: int) -> ValidationTable | None:
         """The table of a run, of which the first rows count; None if there are none."""
         if not count:
             return None
@@ -54,7 +54,7 @@ class ValidationTable:
         columns.append(1, rows)
 
 
-def read_validations(directory: Path, root: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def read_validations(directory: Path, root: ZarrGroup) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The number of steps before each validation, and the values by name.
 
     Empty for a run without validations, or one that was written before they were kept.

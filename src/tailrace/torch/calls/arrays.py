@@ -77,6 +77,7 @@ def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
     if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         tensor = tensor.to(_NARROWED.get(tensor.dtype, tensor.dtype))
     tensor = tensor.reshape(shape).contiguous()
+    # JAX would refuse an unaligned pointer.
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
     # JAX waits for PyTorch's pending computations: the DLPack protocol synchronizes their streams.

@@ -21,8 +21,7 @@ class CallBlocks:
 
     If a call is dispatched whole on one device, its elements stay on the host and are passed to the
     program: a separate transfer would double the time of a short call. The elements of portions are
-        transferred
-    ahead, while earlier portions compute.
+    transferred ahead, while earlier portions compute.
 
     Args:
         arrays: the elements of the call, stacked. The caller's memory may be used: a call waits for

@@ -71,6 +71,8 @@ class CallForm:
         self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
         self.resident = all(is_resident(t) for _, t in tensors)
         self._check_divisible([t for _, t in tensors])
+        # The common case has a short way in `tensors_of`: binding a signature costs more than
+        # comparing shapes.
         self._all_positional = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
 
     # -- the element of one microbatch ----------------------------------------------------------
@@ -104,6 +106,7 @@ class CallForm:
             tensors = [torch.zeros(self.pieces, dtype=torch.int8)]
         for name, tensor, (shape, _) in zip(self.names, tensors, self.shapes, strict=True):
             found[name] = rows_of(tensor, (self.pieces, *self._cut(shape)))
+        # JAX flattens a dict by its sorted keys: the spec has this order.
         return [found[name] for name in sorted(found)]
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -126,6 +126,8 @@ class DataLoader(torch_data.DataLoader):
                     f"rebatched_worker_size is at most the rows of a call, {whole}. Received: "
                     f"{at_a_time}."
                 )
+            # The workers' remainders are joined here: dropping them there would lose rows of every
+            # worker.
             chosen.update(batch_size=at_a_time, drop_last=False)
         if persistent_workers is None:
             persistent_workers = num_workers > 0
@@ -147,6 +149,8 @@ class DataLoader(torch_data.DataLoader):
     def __iter__(self) -> Any:
         """Batches of `combined_batch_size` rows."""
         if self.num_workers and self.multiprocessing_context is None:
+            # Asked here, not in `__init__`: it starts JAX, after which devices can no longer be
+            # chosen.
             self.multiprocessing_context = None if devices.platform() == "cpu" else "forkserver"
         batches: Iterable[Any] = super().__iter__()
         if self._rebatched:
@@ -227,6 +231,8 @@ class Ahead:
             self._put(error)
 
     def _put(self, item: Any) -> bool:
+        # With a timeout: a thread that waits for room in a queue that is no longer read would never
+        # end.
         while not self._stopped.is_set():
             try:
                 self._queue.put(item, timeout=0.1)

@@ -38,8 +38,9 @@ class ModelOptions:
         replicas: the number of copies that run in parallel, each on a part of the batch.
         output_mode: which outputs a call returns: see `tt.OutputMode`.
         output_return_period: the period of "every_n".
-        reduction: of gradients over microbatches and replicas: "mean", "sum" or "running_mean".
-        precision: of matrix products: "default", "high" or "highest".
+        reduction: how gradients are reduced over microbatches and replicas: "mean", "sum" or
+            "running_mean".
+        precision: the precision of matrix products: "default", "high" or "highest".
         offload_optimizer_state: whether to keep optimizer state in host memory between updates.
         shard_optimizer_state: whether to shard it over replicas.
         offload_activations: whether to keep activations in host memory until the backward pass.

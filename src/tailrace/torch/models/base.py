@@ -55,6 +55,7 @@ class Model(ABC):
         self._forward: Forward | None = None
         self._program: Any = None
         self._parts: dict[tuple[str, str], Any] = {}
+        # `torch.manual_seed` then decides dropout here as well.
         self._seed = torch.initial_seed() % 2**31 if options.seed is None else options.seed
 
     @property
@@ -82,6 +83,7 @@ class Model(ABC):
             for name in self._forward.names
         }
         self._parts = parts
+        # Arranged when they are read, from the parts of this call.
         self._anchored.clear()
         written = dict(zip(form.names, tensors, strict=False))
         for name in self._forward.written:
@@ -255,6 +257,8 @@ class Model(ABC):
             self._program = None
 
     def __getattr__(self, name: str) -> Any:
+        # While a model is copied or unpickled it has no attributes yet: asking the module would
+        # recurse.
         if name in ("module", "_program", "_options") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.module, name)

@@ -115,6 +115,7 @@ class FollowingModel(Model):
         if self._held is not None:
             after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
             self._held = self._held._replace(optimizer_state=after)
+        # Compared on the host: numbers that are the same need no transfer.
         elif self._program is not None and (values != self._hypers).any():
             self._program.set_hypers(values)
             self._hypers = values
@@ -132,12 +133,16 @@ class FollowingModel(Model):
             return
         exists = self._program is not None or self._held is not None
         if exists and not self._reloaded:
+            # The state that the old program trained goes to the PyTorch object, from which the new
+            # one begins.
             before.take_over(self._state().optimizer_state)
         bound = self._bind(optimizer)
         if not same:
             for hook in self._hooks:
                 hook.remove()
             self._hook(optimizer)
+        # A new optimizer without steps takes over the momentum of the old one; one that has made
+        # steps has its own.
         goes_on = same or not has_stepped(optimizer)
         goes_on = goes_on and bound.key == before.key and not self._reloaded
         if exists and not goes_on:
@@ -223,6 +228,7 @@ class FollowingModel(Model):
 
     def _drop_program(self) -> None:
         if self._program is not None:
+            # Copies: the arrays of the state are buffers of the program.
             self._held = jax.tree.map(jnp.copy, self._program.state)
             self._step = self._program.engine.step
         super()._drop_program()

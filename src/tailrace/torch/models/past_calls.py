@@ -41,6 +41,7 @@ class CallLog:
         self.history.add({"loss": results.scalars["loss"]})
         self.history.add_fingerprint(first, results.steps, results.fingerprint)
         latest = self.hypers[max(self.hypers)] if self.hypers else None
+        # Only changes are kept: a schedule that is constant for a million steps takes one row.
         if latest is None or latest.tobytes() != hypers.tobytes():
             self.hypers[first] = np.array(hypers)
 
@@ -70,9 +71,9 @@ class PastCalls:
     """The calls of a training model again, from a file on.
 
     Args:
-        options: of the model.
+        options: the options of the model.
         checkpoint: a file that `save` wrote, or a directory of them.
-        step: the one to look at.
+        step: the step to look at.
         log: what the model knows of its calls.
     """
 

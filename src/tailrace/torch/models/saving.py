@@ -100,6 +100,8 @@ def _read_arrays(file: BinaryIO, only: str | None = None) -> dict[str, np.ndarra
     found: dict[str, np.ndarray] = {}
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
+            # `np.savez` does not compress: a compressed member is not ours, and could unpack to any
+            # size.
             if member.compress_type != zipfile.ZIP_STORED or member.file_size > size:
                 raise ValueError(f"{member.filename!r} is compressed, or larger than the file")
             total += member.file_size
@@ -125,6 +127,7 @@ def _read_array(content: Any, member: zipfile.ZipInfo) -> np.ndarray:
     expected = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or min(shape, default=0) < 0 or expected != len(rest):
         raise ValueError(f"{member.filename!r} declares {dtype} {shape} and has {len(rest)} bytes")
+    # A copy, because `frombuffer` shares read-only memory.
     values = np.frombuffer(rest, dtype).copy()
     return values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
 

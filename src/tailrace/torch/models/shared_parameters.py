@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+# Weak: a model that the user drops must not be kept alive by those that shared with it.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 _changes = [0]
 """The number of times a model has joined or left, after which cached relations are recomputed."""

@@ -130,7 +130,7 @@ class TrainingModel(FollowingModel):
         """Resume from a file of `save`: training continues as if it had never stopped.
 
         Raises:
-            RunError: it is no such file, or one of another model or optimizer.
+            RunError: it is not such a file, or one of another model or optimizer.
         """
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
@@ -161,8 +161,8 @@ class TrainingModel(FollowingModel):
     ) -> Replay:
         """Run a past step again, look at it with any taps, and say whether it is what happened.
 
-        The calls are made again from the nearest file before the step, on a state of its own; learning
-        rates are those of then. Losses and, with `fingerprint=True`, the state after each call are
+        The calls are made again from the nearest file before the step, on a separate state, with the
+        learning rates of that time. Losses and, with `fingerprint=True`, the state after each call are
         compared with what was recorded. The model is unchanged afterwards.
 
         Args:

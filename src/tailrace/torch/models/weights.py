@@ -39,6 +39,8 @@ def link(module: torch.nn.Module, owner: Any) -> None:
             "to unwrap it before wrapping it again."
         )
     for inner in module.modules():
+        # A class rather than a proxy: the user's references, `isinstance` and `torch.save` keep
+        # working.
         inner.__class__ = _owned_class(inner, (*owners_of(inner), owner))
 
 
@@ -103,6 +105,8 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
         return property(read, write)
 
     def getattribute(self: Any, name: str) -> Any:
+        # `__getattr__` is asked only for what normal lookup does not find, which includes all
+        # parameters and buffers.
         own = self.__dict__
         if name in own.get("_parameters", ()) or name in own.get("_buffers", ()):
             before_reading()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
@@ -143,7 +144,7 @@ class DeviceOptimizer:
         ]
         return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
 
-    def keeps_scale(self, param: Any) -> bool:
+    def keeps_scale(self, param: TensorLike) -> bool:
         """Whether the gradient of a parameter stays scaled until the update.
 
         In 16 bits it must: dividing it earlier would undo the purpose of scaling.
@@ -187,7 +188,7 @@ class DeviceOptimizer:
         most = max(steps.values(), default=0)
         return {name: most - own for name, own in steps.items() if own != most}
 
-    def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
+    def _first(self, rule: GroupRule, slot: str, name: str, param: TensorLike) -> Any:
         dtype = jnp.float32 if slot in NUMBERS else self.state_types.get(slot, param.dtype)
         held = self._held(name).get(slot)
         if held is not None:
@@ -219,6 +220,7 @@ class DeviceOptimizer:
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
             most = Hypers(state["hyper"][0], self.kind).max_grad_norm
+            # The constant of `torch.nn.utils.clip_grad_norm_`.
             share = jnp.minimum(most / (norm + 1e-6), 1)
             wide = {name: grad * share for name, grad in wide.items()}
         for number, rule in enumerate(self.groups):
@@ -226,6 +228,8 @@ class DeviceOptimizer:
             for name in rule.params:
                 param = params[name]
                 slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
+                # Bias corrections go by the parameter's own steps, as in PyTorch, where each has
+                # its own count.
                 own = step - self.late[name] if name in self.late else step
                 with jax.named_scope(name):
                     new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, own)

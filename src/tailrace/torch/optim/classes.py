@@ -313,7 +313,7 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
     Args:
         params: as in PyTorch, groups included.
         lr: the learning rate.
-        betas: of the two moments.
+        betas: the decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, inside the scaled update.
         bias_correction: whether the moments are corrected for their start at 0.

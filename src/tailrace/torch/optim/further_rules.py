@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from tailrace.data.array_like import TensorLike
+
+
+class GroupNumbers(Protocol):
+    """The numbers of one parameter group inside the program, by name: `rules.Hypers`."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
 
 SLOTS = {
     "adadelta": ("square_avg", "acc_delta"),
@@ -65,7 +73,7 @@ def further_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def moments(g: TensorLike, slots: dict[str, Any], h: Any) -> tuple[Any, Any]:
+def moments(g: TensorLike, slots: dict[str, Any], h: GroupNumbers) -> tuple[Any, Any]:
     """The next two moments of Adam and its relatives."""
     first = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
     second = h.beta2 * slots["exp_avg_sq"] + h.rest2 * g * g
@@ -73,32 +81,42 @@ def moments(g: TensorLike, slots: dict[str, Any], h: Any) -> tuple[Any, Any]:
     return first, second
 
 
-def correction(log_beta: Any, step: Any) -> Any:
+def correction(log_beta: TensorLike, step: jax.Array) -> Any:
     """1 - beta**step, without the cancellation that it would have in single precision."""
     return -jnp.expm1(step.astype(jnp.float32) * log_beta)
 
 
-def _adadelta(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _adadelta(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     square = slots["square_avg"] = h.rho * slots["square_avg"] + h.rest_rho * g * g
     delta = jnp.sqrt(slots["acc_delta"] + h.eps) / jnp.sqrt(square + h.eps) * g
     slots["acc_delta"] = h.rho * slots["acc_delta"] + h.rest_rho * delta * delta
     return p - h.lr * delta
 
 
-def _adagrad(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _adagrad(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     total = slots["sum"] = jnp.where(step == 1, h.initial, slots["sum"]) + g * g
     rate = h.lr / (1 + (step - 1).astype(jnp.float32) * h.lr_decay)
     return p - rate * g / (jnp.sqrt(total) + h.eps)
 
 
-def _adamax(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _adamax(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     first = slots["exp_avg"] = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
     largest = jnp.maximum(h.beta2 * slots["exp_inf"], jnp.abs(g) + h.eps)
     slots["exp_inf"] = largest
     return p - (h.lr / correction(h.log_beta1, step)) * first / largest
 
 
-def _asgd(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _asgd(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
+    # PyTorch uses the rate that the step before has computed, and in the first step the learning
+    # rate.
     rate = jnp.where(step == 1, h.lr, slots["eta"])
     share = jnp.where(step == 1, 1, slots["mu"])
     p = p * (1 - h.lambd * rate) - rate * g
@@ -109,7 +127,9 @@ def _asgd(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any
     return p
 
 
-def _nadam(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _nadam(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     t = step.astype(jnp.float32)
     now = h.beta1 * (1 - 0.5 * jnp.exp(t * h.log_decay))
     following = h.beta1 * (1 - 0.5 * jnp.exp((t + 1) * h.log_decay))
@@ -120,7 +140,9 @@ def _nadam(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: An
     return p - h.lr * following / (1 - product * following) * first / root
 
 
-def _radam(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _radam(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     first, second = moments(g, slots, h)
     correction2 = correction(h.log_beta2, step)
     update = first / correction(h.log_beta1, step)
@@ -133,7 +155,7 @@ def _radam(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: An
     return p - h.lr * update * jnp.where(known, adapted, 1)
 
 
-def _length(h: Any, step: Any) -> Any:
+def _length(h: GroupNumbers, step: jax.Array) -> Any:
     """RAdam's length of the moving average: longest - 2 t b**t / (1 - b**t), for b = beta2.
 
     It is the difference of two numbers near 2 / (1 - b) while t is small, and decides at 5 whether a
@@ -147,11 +169,14 @@ def _length(h: Any, step: Any) -> Any:
     return jnp.where(x < 1, h.offset + t * series, direct)
 
 
-def _rprop(p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Any, step: Any) -> Any:
+def _rprop(
+    p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
+) -> Any:
     sign = jnp.sign(g * slots["prev"])
     factor = jnp.where(sign > 0, h.grow, jnp.where(sign < 0, h.shrink, 1))
     size = jnp.where(step == 1, h.lr, slots["step_size"]) * factor
     size = slots["step_size"] = jnp.clip(size, h.least, h.most)
+    # Where the sign has turned, this step does nothing, and the next one does not shrink again.
     slots["prev"] = g = jnp.where(sign < 0, 0, g)
     return p - jnp.sign(g) * size
 

@@ -33,6 +33,7 @@ def next_factor(gradients: Mapping[str, Any], factor: TensorLike, loss_scaling: 
     large = sum(counts, jnp.float32(0))
     total = float(sum(gradient.size for gradient in gradients.values()))
     wanted = jnp.where(large > _SHARE * total, factor / 2, factor * 2)
+    # The limit is on the whole scale, of which the factor is a part.
     return jnp.minimum(wanted, _MOST / loss_scaling)
 
 

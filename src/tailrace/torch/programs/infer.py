@@ -45,6 +45,7 @@ class InferenceProgram:
         self.records = Records()
         self.found: list[Entry] = []
         self.runner = self._make_runner(dict(params), dict(buffers))
+        # Nothing is differentiated here.
         named = [e for e in self.found if e.kind != "cotangent"]
         self.sight: Sight = look(self.runner.traced, self._looking(), named, self.runner.stage_of)
         self.runner.wanted = self.sight.wanted
@@ -86,6 +87,7 @@ class InferenceProgram:
             period=self.sight.period,
         )
         self.calls += self.options.device_iterations
+        # Records are those of the latest call, as for training.
         self.records.clear()
         for part in parts:
             self.records.add(part)

@@ -57,6 +57,7 @@ class StagedInferenceProgram(InferenceProgram):
     def buffers(self) -> Any:
         """The buffers, from the devices that have them."""
         held = self.runner.changed(self.loop_state)
+        # As PyTorch's data parallelism has it: buffers of the first replica are kept.
         return held if self.options.replicas == 1 else jax.tree.map(lambda leaf: leaf[0], held)
 
     def _make_runner(self, params: Tree, buffers: Tree) -> LoopRunner:

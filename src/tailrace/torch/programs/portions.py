@@ -45,6 +45,7 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
     """
     units, rest = divmod(steps, period)
     count = min(nbytes // dispatch_table.PORTION_BYTES, dispatch_table.MOST_PORTIONS, units)
+    # A period must not be cut: its taps look at the last of its steps.
     if count < 2 or rest:
         return (steps,)
     if ending:

@@ -75,6 +75,8 @@ class TrainingProgram:
             scaling: Any = optimizer.loss_scaling
             if optimizer.automatic:
                 scaling = scaling * params[FACTOR]
+            # Frozen parameters stay parameters of the engine: thawing one does not move it to
+            # another tree.
             held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
             held.pop(FACTOR, None)
             if optimizer.scaled:
@@ -85,6 +87,7 @@ class TrainingProgram:
                     for name, value in held.items()
                 }
             loss, after = forward(held, state, element)
+            # `backward()` of a loss with several entries is that of their sum.
             loss = loss.sum() if loss.ndim else loss
             return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
 
@@ -94,6 +97,7 @@ class TrainingProgram:
         model: Any = loss_fn
         if forward.spread:
             model = as_pipeline(loss_fn, forward, options, accumulation)
+            # A pipeline has its own.
             accumulation = 1
         own = {FACTOR: optimizer.init(params)[FACTOR]} if optimizer.automatic else {}
         self.engine = Engine(

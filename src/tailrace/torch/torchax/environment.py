@@ -55,6 +55,7 @@ def _first_of(
     if not x.ndim:
         return x, jnp.zeros((), int)
     index = choose(x, dim, keepdims=True)
+    # JAX's own maximum shares the gradient among equal entries.
     hit = jax.lax.broadcasted_iota(index.dtype, x.shape, dim % x.ndim) == index
     value = jnp.where(hit, x, jnp.zeros((), x.dtype)).sum(dim, keepdims=keepdim, dtype=x.dtype)
     return value, index if keepdim else index.squeeze(dim)
@@ -174,6 +175,7 @@ def make_environment() -> Any:
 
         def load_ops(self) -> None:
             super().load_ops()
+            # A copy: some lowerings of ours wrap torchax's, which are replaced in the table below.
             theirs = dict(self._ops)
             for func, run in LOWERED.items():
                 for one in _with_overloads(func):
@@ -229,17 +231,24 @@ def make_environment() -> Any:
         ) -> Any:
             """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
             kwargs = kwargs or {}
+            # Dtypes are known without values, and JAX's rules of promotion are not PyTorch's.
             if results.asks_of_dtypes(func):
                 return results.expected(func, args, kwargs)
             if kwargs.get("device") is not None and results.has_traced(args):
+                # Code that says `device="cuda"` or "cpu" means where its other tensors are; here
+                # all are in the program.
                 kwargs = {**kwargs, "device": unnamed_device()}
             out = kwargs.get("out")
             if out is not None and results.is_written_here(out):
+                # Lowerings need not know `out=`: the function runs without, and the result is
+                # written afterwards.
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)
             args, kwargs = cast_arguments(func, args, kwargs)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            # In this order: `dtype=` decides what is computed in, then integers become floats, then
+            # 16 bits become 32; only then are shapes known for broadcasting.
             first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
                 first, rest = results.widened(first, rest, self._as_dtype)
@@ -249,6 +258,7 @@ def make_environment() -> Any:
             except TypeError as error:
                 if isinstance(error, jax.errors.JAXTypeError):
                     raise  # an error about values, not dtypes
+                # With the arguments as they were given: promotion decides on their dtypes.
                 found = self._promoted(func, types, args, kwargs, error)
             return results.corrected(func, args, kwargs, found, self.j2t_iso)
 
@@ -327,6 +337,8 @@ def _composed(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
         except AssertionError as error:
             if "torchax" not in str(error):
                 raise
+            # torchax asserts that an operation has a lowering; its text would name a part of the
+            # composition, not the function that the user called.
             raise NotImplementedError(f"{results.name_of(func)} has no lowering") from error
 
     return composed

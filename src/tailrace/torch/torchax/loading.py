@@ -78,10 +78,13 @@ def _placeholders() -> Iterator[None]:
         try:
             return plain(self, name)
         except AttributeError:
+            # Python itself looks for such names (`__wrapped__`, `__path__`), and takes an answer as
+            # a yes.
             if name.startswith("__"):
                 raise
             return _NoOverload(f"{self}.{name}")
 
+    # On the class: operations are looked up on packets that do not exist yet.
     packet.__getattr__ = lenient
     try:
         yield

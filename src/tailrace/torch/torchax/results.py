@@ -36,6 +36,8 @@ def expected(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """PyTorch's result, as tensors without values; None if it is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     try:
+        # "meta" tensors have shapes and dtypes but no memory: PyTorch's own kernels say what they
+        # would return.
         with plainly(), torch.device("meta"):
             args, kwargs = rebuild((args, kwargs), _without_values)
             return func(*args, **kwargs)
@@ -69,8 +71,8 @@ def corrected(
 
     Args:
         func: the function.
-        args: what it was called with.
-        kwargs: likewise.
+        args: its arguments.
+        kwargs: its keyword arguments.
         found: what its lowering returned.
         tensor: a JAX value as a tensor.
     """
@@ -80,6 +82,7 @@ def corrected(
         return found  # changed in place, or a slice
     wanted = expected(func, args, kwargs)
     theirs = [leaf for _, leaf in flatten(wanted) if isinstance(leaf, torch.Tensor)]
+    # Unknown to PyTorch's meta kernels, or a structure of another kind: nothing to compare with.
     if len(ours) != len(theirs):
         return found
     for mine, one in zip(ours, theirs, strict=True):
@@ -236,6 +239,7 @@ def as_floats(
 ) -> tuple[Any, Any]:
     """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
     or booleans and the result is not."""
+    # PyTorch's own list of elementwise operations.
     if torch.Tag.pointwise not in getattr(func, "tags", ()):
         return args, kwargs
     tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]

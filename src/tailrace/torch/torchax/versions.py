@@ -10,7 +10,7 @@ TORCH = ((2, 11), (2, 14))
 """PyTorch: from, and below."""
 
 TORCHAX = ((0, 0, 13), (0, 0, 14))
-"""torchax: from, and below. It is young, and each release moves what we stand on."""
+"""torchax: from, and below. It is young, and each release changes what this package relies on."""
 
 
 def check_installed() -> None:

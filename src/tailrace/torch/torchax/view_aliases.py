@@ -98,6 +98,8 @@ class Aliases:
         with plainly(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
             sizes = [_without_values(t) if hasattr(t, "jax") else t for t in rest]
             shadow = func(shadow, *sizes, **kwargs)
+        # `reshape` and its like return a view or a copy, by the strides of the tensor: PyTorch
+        # decides on a tensor without values.
         if shadow.shape != out.shape or not shadow._is_view():
             return
         seen = (out._elem, _memory(base)._elem)
@@ -120,6 +122,8 @@ class Aliases:
     def settle(self) -> None:
         """Synchronize views and bases, and drop those without references."""
         for view in reversed(self._views):  # views of views first
+            # Arrays are immutable, so writing means another object: identity is enough, and costs
+            # nothing.
             if view.tensor._elem is not view.seen[0]:
                 _write(view, view.tensor._elem)
                 view.seen = (view.tensor._elem, _memory(view.base)._elem)
@@ -162,6 +166,8 @@ def _write(view: _View, values: Tree) -> None:
     old = view.base.jax()
     with jax.ensure_compile_time_eval():
         numbers = jnp.arange(old.size).reshape(old.shape)
+        # The view of the numbers 0, 1, 2, ... says which entry of the base each of its entries is,
+        # whatever function made it. Computed while tracing: shapes decide it.
         places = np.asarray(view.again(view.base._env.j2t_iso(numbers)).jax()).ravel()
     flat = values.astype(old.dtype).ravel()
     if flat.size != places.size:  # resized in place: no view any more

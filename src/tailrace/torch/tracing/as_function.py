@@ -20,7 +20,7 @@ def as_function(
     """The module's forward pass as a JAX function, and the parameters it has now.
 
     `function(params, *args)` returns what `module(*args)` would, as JAX arrays; tensors inside are
-    named after the modules that make them. Buffers are those of now: what forward does to them is
+    named after the modules that make them. Buffers are the current ones: what forward does to them is
     dropped.
 
     Args:

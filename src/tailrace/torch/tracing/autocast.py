@@ -85,6 +85,7 @@ def _name_in_lists(func: Callable[..., Any], args: Tree, kwargs: Tree) -> str:
 def cast_arguments(func: Callable[..., Any], args: Tree, kwargs: Tree) -> tuple[Any, Any]:
     """The arguments of a function in the dtype that the autocast in force gives it."""
     device = current_device()
+    # PyTorch does not cast functions with `out=`.
     if device is None or kwargs.get("out") is not None:
         return args, kwargs
     name = _name_in_lists(func, args, kwargs)

@@ -245,6 +245,8 @@ def _cut(watch: Watch) -> None:
     latest = watch.latest
     marked = stage_boundary(latest.jax())
     if hasattr(latest, "_elem"):
+        # In place: whoever holds the tensor gets the marked value, which must be the one that is
+        # used.
         latest._elem = marked
 
 

@@ -104,6 +104,7 @@ class _Call:
     def run(self) -> Any:
         """What `apply` returns."""
         watch = self.watch
+        # JAX must not find a way through forward: the gradient is that of backward alone.
         stopped = [jax.lax.stop_gradient(a.jax()) if is_traced(a) else a for a in self.args]
         pairs = zip(self.args, stopped, strict=True)
         given: list[Any] = [watch.tensor(v) if is_traced(a) else a for a, v in pairs]
@@ -173,6 +174,8 @@ class _Call:
     ) -> tuple[ClosedJaxpr, list[int]]:
         """backward as a program of the gradients, and the arguments that it gives gradients of."""
         watch, positions = self.watch, []
+        # Drawn outside of the trace of backward, which would otherwise leave its own tracer behind
+        # as the key.
         key = watch.env.get_and_rotate_prng_key()
         zeros = [
             watch.tensor(jnp.zeros_like(value.jax())) if is_traced(value) else None
@@ -193,6 +196,7 @@ class _Call:
         try:
             return jax.make_jaxpr(program)(values), positions
         finally:
+            # Losses that backward computes are not losses of the model.
             watch.losses[:], watch.latest = before
 
     def _fitted(self, found: Sequence[Any]) -> dict[int, Any]:
@@ -216,6 +220,8 @@ class _Call:
                     f"{list(gradient.shape)} for argument {number}, which is {list(argument.shape)}."
                 )
             axes = tuple(n for n, size in enumerate(gradient.shape) if shape[n] != size)
+            # As PyTorch does: a gradient of a broadcast result is summed to the shape of the
+            # argument.
             gradient = gradient.sum(axes, keepdims=True).reshape(argument.shape)
             fitted[number] = gradient.conj().astype(argument.dtype)
         return fitted

@@ -10,6 +10,7 @@ import jax
 import torch
 
 from tailrace.data.trees import Tree
+from tailrace.jaxprs.internals import Jaxpr
 from tailrace.jaxprs.marks import ProgramTrace, Tag, mark, tracing
 from tailrace.messages import note_once
 from tailrace.program.in_program import key
@@ -90,7 +91,7 @@ class Forward:
         self.changed = ran.changed
         self.template = rebuild(ran.outputs, _placed)
 
-    def _find_loss(self, jaxpr: Any, ran: Ran, params: Mapping[str, Any]) -> int:
+    def _find_loss(self, jaxpr: Jaxpr, ran: Ran, params: Mapping[str, Any]) -> int:
         """Which of the losses trains; says so where something is computed from it afterwards."""
         module = self.function.module
         trained = {name for name, value in module.named_parameters() if value.requires_grad}

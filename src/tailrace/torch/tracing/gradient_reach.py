@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from tailrace.jaxprs.control import jit_of
-from tailrace.jaxprs.internals import variables
+from tailrace.jaxprs.internals import Atom, Jaxpr, Var, variables
 from tailrace.jaxprs.operations import stops_gradient
 from tailrace.jaxprs.stretches import is_float
 
 
-def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
+def inputs_with_gradient(jaxpr: Jaxpr, results: Iterable[Atom]) -> set[Var]:
     """The inputs of a program from which a differentiable path leads to one of its `results`.
 
     As in PyTorch, `detach` and integers end a path, and a derivative that is zero does not. Programs
     inside of an equation other than a plain call count as paths from all inputs to all outputs.
     """
     wanted = set(variables(results))
+    # Backwards, once: every equation comes after those whose results it uses.
     for eqn in reversed(jaxpr.eqns):
         if stops_gradient(eqn) or wanted.isdisjoint(eqn.outvars):
             continue

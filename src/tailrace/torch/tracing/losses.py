@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import Jaxpr
 from tailrace.jaxprs.operations import keeps_value, stops_gradient
 from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
 from tailrace.torch.tracing.watch import current_watch
@@ -70,6 +71,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     elif reduction == "mean":
         out = x.mean()
     elif reduction == "none":
+        # A value of its own: marking `x` itself would mark it wherever else it is used.
         out = x.clone()
     else:
         raise OptionError(
@@ -80,7 +82,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     return out if watch is None else watch.mark_loss(out)
 
 
-def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> int:
+def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) -> int:
     """Which of the variables `losses` is the final one, into which all others feed.
 
     One that depends on nothing that trains, such as a metric computed without gradients, does not
@@ -127,7 +129,7 @@ def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> i
     return final[0]
 
 
-def computed_after(jaxpr: Any, loss: Any, results: Sequence[Any]) -> list[int]:
+def computed_after(jaxpr: Jaxpr, loss: Any, results: Sequence[Any]) -> list[int]:
     """Which of `results` are computed from `loss`, with a gradient, and are not the loss itself."""
     reached, same = {loss}, {loss}
     for eqn in jaxpr.eqns:

@@ -47,7 +47,7 @@ class Ran:
         leaves: the tensors in it: (path, value).
         losses: what loss functions returned, in order.
         buffers: the buffers afterwards.
-        changed: those that are others than before.
+        changed: those that have another value than before.
         written: arguments that were changed in place, by their number.
     """
 
@@ -67,7 +67,7 @@ class ModuleFunction:
     Args:
         module: the module.
         training: for each module inside, whether it is in training mode.
-        precision: of matrix products, as `jax.default_matmul_precision` has it; None: JAX's own.
+        precision: the precision of matrix products, as for `jax.default_matmul_precision`; None: JAX's.
         staging: which stage a block belongs to.
         differentiated: whether gradients of it may be asked for.
     """
@@ -88,10 +88,10 @@ class ModuleFunction:
         """Run forward.
 
         Args:
-            params: JAX values by name.
-            buffers: likewise.
+            params: the parameters, JAX values by name.
+            buffers: the buffers, likewise.
             fill: `fill(wrap)` gives the arguments, with each array in them wrapped as a tensor.
-            key: where random numbers come from.
+            key: the key that random numbers are drawn from.
         """
         env = environment()
         watch = Watch(env, staging=self.staging)
@@ -102,6 +102,8 @@ class ModuleFunction:
         given: list[tuple[Any, Any]] = []
 
         def wrap(array: object) -> Any:
+            # With the array that went in: another one in the tensor afterwards says that forward
+            # wrote to it.
             given.append((watch.tensor(array), array))
             return given[-1][0]
 
@@ -110,16 +112,21 @@ class ModuleFunction:
         # torchax's environment. PyTorch's own settings come before both.
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
+            # PyTorch's code mixes dtypes freely, also where the caller has made JAX strict.
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
             if self.precision is not None:
                 stack.enter_context(jax.default_matmul_precision(self.precision))
             stack.enter_context(_without_looking_at_values())
             stack.enter_context(_modes(self.module, self.training))
+            # torchax's own key would be a constant of the trace: every step would draw the same
+            # dropout mask.
             stack.enter_context(env.override_property(prng=key))
             stack.enter_context(watched(watch))
             stack.enter_context(module_scopes(self.module, watch))
             stack.enter_context(attributes_put_back(self.module, watch))
             stack.callback(self.module.register_forward_hook(_refuses_rebinding(tensors)).remove)
+            # PyTorch's code asks whether gradients are on; the caller may have called the model
+            # under `no_grad`.
             stack.enter_context(torch.enable_grad())
             stack.enter_context(env)
             stack.enter_context(unnamed_device())
@@ -158,6 +165,7 @@ class ModuleFunction:
                     f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
                 )
         changed = frozenset(name for name, value in after.items() if value is not buffers[name])
+        # The state of a loop keeps its dtypes.
         after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
         if lost := held_elsewhere(out, is_traced):
             attribute, kind = lost

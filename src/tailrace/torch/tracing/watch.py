@@ -1,7 +1,7 @@
 """What is seen of a PyTorch module while its forward pass is traced: losses, paths, constants.
 
 A mode in front of torchax's own sees every function that the module calls. It notes what loss
-functions return, turns tensors that are no part of the module into constants of the program, and
+functions return, turns tensors that are not part of the module into constants of the program, and
 keeps `torch.no_grad()` in force, which torchax alone would not.
 """
 
@@ -113,12 +113,16 @@ class WatchingMode(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = sum(is_traced(t) for t in tensors)
+        # Tensors of the host next to traced ones: torchax refuses the mixture.
         if ours and ours < len(tensors):
             constant = self.watch.constant
             args, kwargs = rebuild(args, constant), rebuild(kwargs, constant)
         if ours:
+            # Before the function reads its arguments: one of them may be a view whose base was
+            # written.
             self.watch.aliases.settle()
             args, kwargs = self.cast(func, args, kwargs)
+        # Here as well as in the environment: replaced functions never reach that one.
         place = kwargs.pop("out", None) if ours else None
         out = self._run(func, args, kwargs) if ours else func(*args, **kwargs)
         if place is not None:
@@ -127,6 +131,7 @@ class WatchingMode(TorchFunctionMode):
             self._note(out)
             self._flag(out, tensors)
         if not torch.is_grad_enabled():
+            # `torch.no_grad` has no meaning for JAX, which differentiates whatever was traced.
             out = self._stopped(out, tensors)
         if ours:
             self.watch.aliases.note(func, out, args, kwargs)
@@ -194,10 +199,12 @@ def watched(watch: Watch) -> Iterator[Watch]:
 @contextlib.contextmanager
 def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """While this lasts, calling a module inside `root` opens a scope with its path."""
+    # By identity: a module in several places has one path, that of the first.
     paths = {id(module): path for path, module in root.named_modules() if path}
 
     def enter(module: torch.nn.Module, _args: Tree) -> None:
         path = paths.get(id(module))
+        # The hooks are global: another thread may run modules of its own meanwhile.
         if path is not None and _watching.get() is watch:
             scope = jax.named_scope(path)
             scope.__enter__()
@@ -216,7 +223,6 @@ def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for _, scope in reversed(
-            watch.path
-        ):  # an error left them open; `watch.path` names the place
+        # An error left these scopes open; `watch.path` names the place.
+        for _, scope in reversed(watch.path):
             scope.__exit__(None, None, None)

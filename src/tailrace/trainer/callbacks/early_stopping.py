@@ -81,6 +81,7 @@ class EarlyStopping(Callback):
             leaves, structure = jax.tree.flatten(trainer.engine.state)
             best = [_like(now, kept) for now, kept in zip(leaves, self._kept, strict=True)]
             trainer.engine.state = jax.tree.unflatten(structure, best)
+            # Random keys are folded from the step: the state and its step belong together.
             trainer.engine.step = self.best_step
 
     def get_state(self) -> dict[str, Any]:
@@ -108,16 +109,16 @@ class EarlyStopping(Callback):
             trainer.stop()
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: jax.Array) -> np.ndarray:
     """The values of a leaf; random keys as the numbers they are made of."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _like(leaf: Any, values: np.ndarray) -> Any:
+def _like(leaf: jax.Array, values: np.ndarray) -> jax.Array | np.ndarray:
     """The values of `_on_host` as a leaf again."""
     if not _is_key(leaf):
         return values

@@ -111,6 +111,8 @@ class CSVLogger(Callback):
         if not rows:
             return
         new = [name for row in rows for name in row if name not in self._names]
+        # Mostly rows are appended. The file is written again for a new column, and after a resume,
+        # to cut off rows that will come again.
         before = self._before() if self._resumed or not self._written or new else None
         self._names += dict.fromkeys(new)
         with _writing("CSVLogger", self._path):

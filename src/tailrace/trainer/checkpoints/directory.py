@@ -56,7 +56,7 @@ class CheckpointDirectory:
         keep: the number of latest checkpoints of a fit to keep, in addition to its start, end and best.
     """
 
-    def __init__(self, directory: Any, keep: int = 3) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory, self._keep = Path(directory).absolute(), keep
 
     def found(self, fit: int | None = None) -> list[Kept]:
@@ -70,6 +70,8 @@ class CheckpointDirectory:
             return kept
         for folder in self.directory.iterdir():
             number = _FIT.fullmatch(folder.name)
+            # Links are not followed: checkpoints found here may be removed, which must not reach
+            # outside the directory.
             if not number or folder.is_symlink() or not folder.is_dir():
                 continue
             if fit is not None and int(number[1]) != fit:
@@ -91,6 +93,7 @@ class CheckpointDirectory:
         Damaged ones after it are set aside, with a warning: the steps since are trained again, with the
         same result. Only while the directory is held.
         """
+        # The first error found, of the newest checkpoint, is the one to report if none can be read.
         kept, first = self.found(fit), None
         while kept:
             newest = kept.pop()
@@ -119,6 +122,7 @@ class CheckpointDirectory:
                 f"directory to train from the start."
             ) from error
         aside = damaged.path.with_name(damaged.path.name + DAMAGED)
+        # Of an earlier attempt at the same step.
         shutil.rmtree(aside, ignore_errors=True)
         try:
             os.rename(damaged.path, aside)
@@ -143,6 +147,7 @@ class CheckpointDirectory:
             orbax_files.remove(path)
         note = snapshot.whole_note()
         orbax_files.write(path, snapshot.on_host(), note)
+        # After the new one is complete: at no moment are there fewer checkpoints than `keep`.
         for one in superseded(self.found(fit), self._keep):
             orbax_files.remove(one.path)
 
@@ -171,6 +176,7 @@ class CheckpointDirectory:
             text = str(error).replace("run directory", "checkpoint directory")
             raise CheckpointError(text.replace("run_dir", "checkpoint=")) from error
         try:
+            # Under the lock: nobody else is writing, so what is unfinished will never be finished.
             for partial in self.directory.glob(f"fit-*/*{orbax_files.UNFINISHED}*"):
                 shutil.rmtree(partial, ignore_errors=True)  # a writer was killed
             yield
@@ -211,5 +217,6 @@ def superseded(kept: list[Kept], keep: int) -> list[Kept]:
     bests = [one for one in kept if one.best]
     ends = [one for one in kept if one.ended]
     plain = [one for one in kept if not one.ended and not one.best]
+    # The first one stays for replays: it is the state before step 0.
     stays = {*kept[:1], *bests[-1:], *ends[-1:], *plain[-keep:]}
     return [one for one in kept if one not in stays]

@@ -76,6 +76,8 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         name: [list(array.shape), str(array.dtype), checksum(array)]
         for name, array in arrays.items()
     }
+    # Through JSON and back before the checksum: tuples become lists there, and the checksum must be
+    # of what will be read.
     said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
     said["checksum"] = json_checksum([said["note"], said["arrays"]])
     # Orbax does not support empty arrays, or a tree without arrays.
@@ -94,6 +96,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
                 orbax.save(str(partial), kept, custom_metadata=said)
             else:
                 _save_alone(partial, kept, said)
+            # Before the sync and the rename: the list is part of what is complete or absent.
             write_list(partial)
             force_tree(partial)
             os.rename(partial, path)
@@ -103,6 +106,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
             for left in path.parent.glob(f"{glob.escape(partial.name)}*"):
                 shutil.rmtree(left, ignore_errors=True)
             raise
+        # The rename itself is an entry in this folder.
         force_folder(path.parent)
 
 
@@ -164,6 +168,8 @@ def is_checkpoint(path: Path) -> bool:
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """The note of a checkpoint, and the shapes of its arrays; reads no array."""
     orbax = import_orbax()
+    # Whatever goes wrong in here is damage, so that the caller may use an older checkpoint. A newer
+    # format, below, is not: the file is whole.
     with sentence(path, "cannot be read", DamagedCheckpoint), _quiet(), _alone(orbax):
         if damage := damage_in(path):
             raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: {damage}.")
@@ -176,7 +182,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
             for name, (shape, dtype, checksum) in said["arrays"].items()
         }
         note = dict(said["note"])
-        # Everything beside the arrays: step, seed, position, the arrays' own checksums.
+        # Everything except the arrays: step, seed, position, the arrays' own checksums.
         now = json_checksum([said["note"], said["arrays"]])
         whole = "checksum" not in said or said["checksum"] == now
     if version != FORMAT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +47,12 @@ from tailrace.trainer.observation.monitoring import Monitor
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
-def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
+def saving_of(
+    checkpoint: Checkpoint | str | os.PathLike[str] | None,
+    number: int,
+    engine: Engine,
+    duration: Duration,
+) -> Saving | None:
     """The checkpoints of a fit, from the value of `fit(checkpoint=)`."""
     return (
         None if checkpoint is None else Saving(as_checkpoint(checkpoint), number, engine, duration)
@@ -89,7 +95,7 @@ class FitParts:
     """What of a running fit goes into its checkpoints.
 
     Attributes:
-        feed: where it reads.
+        feed: the feed that it reads from.
         callbacks: those that have a state keep it.
         journal: its history and records.
         progress: how far it is.
@@ -134,8 +140,9 @@ class Saving:
         """Hold the lock of the directory."""
         orbax_files.import_orbax()
         with ExitStack() as stack:
+            # One process holds the lock for all: a lock per process would refuse the others.
             first_does(lambda: stack.enter_context(self._writer.directory.writing()))
-            if self._engine.digests is not None:  # whoever looks back needs the same kernels
+            if self._engine.digests is not None:  # a replay needs the same kernels
                 stack.enter_context(choices_in(self.directory, write=distributed.writes()))
             try:
                 yield
@@ -230,7 +237,7 @@ class Saving:
                 key=f"optimizer {self.directory} {now}",
             )
 
-    def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
+    def go_on(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         taken.put_states(fit.callbacks)
@@ -240,6 +247,7 @@ class Saving:
     def begin(self, fit: FitParts, fresh: bool) -> None:
         """Start; the state before the first step is saved too."""
         self._fit = fit
+        # The period counts from here: a fit that was just resumed has a checkpoint.
         self._writer.started_at(self._reached)
         if fresh:
             # A run that has rows has a checkpoint, however early the process is killed: with none, it
@@ -271,6 +279,8 @@ class Saving:
                 best=best and not ended,
             )
             if wait:
+                # All processes wait for the one that writes: none may end while the checkpoint is
+                # unfinished.
                 first_does(lambda: self._writer.wait(last=True))
 
     def look(self, logs: Mapping[str, float]) -> None:
@@ -289,6 +299,7 @@ class Saving:
             plain = {}
             for name, value in getattr(callback, "get_state", dict)().items():
                 if isinstance(value, np.ndarray | jax.Array):
+                    # By position, not by class: a script may have two callbacks of one class.
                     arrays[f"{CALLBACK}{number}/{name}"] = np.asarray(value)
                 else:
                     plain[name] = as_json(value, f"{type(callback).__name__}.get_state()[{name!r}]")
@@ -303,6 +314,7 @@ class Saving:
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
                 "optimizer": optimizer_text(engine.optimizer),
+                # Each process reads its own part of the data.
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
                 # For a replay: a loop with other room is another program, and may round otherwise.
@@ -311,11 +323,12 @@ class Saving:
                 "best": None if self.monitor is None else self.monitor.best,
             },
         }
+        # A mark, not a flush: the writer thread waits for the run directory, training does not.
         return Snapshot(arrays, note, fit.journal.mark())
 
 
 def bring_to(
-    feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
+    feed: InfeedQueue, dataset: object, progress: Progress, position: Mapping[str, Any]
 ) -> None:
     """Restore the position of a feed in its dataset.
 

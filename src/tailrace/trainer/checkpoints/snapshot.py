@@ -38,6 +38,8 @@ class Snapshot:
 
     def whole_note(self) -> dict[str, Any]:
         """The note, with the end of the run, and what the bits of the state depend on."""
+        # `run_end` waits for the run directory before the checkpoint is written: a checkpoint ahead
+        # of its run could not be resumed.
         return {**self.note, "run": self.run_end(), SURROUNDINGS: surroundings()}
 
     def on_host(self) -> dict[str, np.ndarray]:
@@ -83,6 +85,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
         else jnp.asarray(found[name])
         for name in now
     ]
+    # All leaves at once, after all were checked: a refused checkpoint changes nothing.
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = int(note["step"]), int(note["seed"])
 
@@ -151,14 +154,14 @@ def history_of(
     return History.from_arrays(own, first_step, microbatches, replicas)
 
 
-def _is_key_like(leaf: Any, stored: np.ndarray, kind: str) -> bool:
+def _is_key_like(leaf: jax.Array, stored: np.ndarray, kind: str) -> bool:
     """Whether a leaf is a random key of the stored kind and shape."""
     try:
         form = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), stored)
-    except (TypeError, ValueError):  # what is stored are no keys, or of a kind that is not known
+    except (TypeError, ValueError):  # not a key, or one of an unknown kind
         return False
     return form.shape == leaf.shape and form.dtype == leaf.dtype
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: jax.Array | np.ndarray) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -2,8 +2,7 @@
 
 Every process holds a part of the state, or all of it, and takes part in gathering it. Only one writes,
 so a checkpoint is complete or absent, whichever process dies. An error in one process is raised in all
-of
-them: none is left waiting for the others.
+of them: none is left waiting for the others.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ def first_does(act: Callable[[], Result]) -> Result:
     failure: TailraceError | None = None
     if distributed.writes():
         try:
+            # In the first process only. An exception must still reach the meeting, or the others
+            # would wait for ever.
             own = {"found": act()}
         except TailraceError as error:
             failure, own = error, {"failed": str(error)}
@@ -80,5 +81,6 @@ def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"{count}: which rows are left cannot be known. Use {len(positions)} processes; a dataset "
             f"that all read, tr.distributed.share(dataset, replicas), continues in any number."
         )
+    # All have the same number of steps, so each has consumed the same share of the total.
     elements = sum(position["elements"] for position in positions) // count
     return {"elements": elements} if count == 1 else {"elements": elements, "share_of": count}

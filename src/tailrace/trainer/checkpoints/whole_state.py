@@ -33,6 +33,8 @@ def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:
     """Restore the engine's state from `path`; returns the number of epochs begun."""
     given = check_path("path", path)
     where = Path(first_does(lambda: _found(given)))
+    # Every process reads the whole checkpoint, and only then is any state replaced: either all
+    # restore it or none.
     arrays, note = each_does(lambda: _read(where, given))
     put_state(engine, arrays, note)
     fit = note.get("fit")

@@ -77,6 +77,7 @@ class CheckpointWriter:
 
     def wait(self, last: bool = False) -> None:
         """Wait for the checkpoint that is being written; if it is the last one, raise its error."""
+        # Cleared first: an error is reported once, not again by each later wait.
         busy, self._busy = self._busy, None
         if busy is None:
             return

@@ -4,7 +4,7 @@ In: an engine, or the options and shapes it is made from.
 Out: a `MemoryPlan` before anything runs; explanations, reports and profiles afterwards.
 
     memory_plan        where state and activations are held; `program/memory` carries it out
-    memory_shortage    the error if a device has not enough memory: what takes it, what would help
+    memory_shortage    the error if a device runs out of memory: what takes it, what would help
     explain, explanation   what one execution needs and computes, as XLA says
     profiled, measuring    time by scope, on copies of the state
 

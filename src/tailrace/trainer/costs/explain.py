@@ -47,6 +47,7 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
 def flops_of_update(engine: Engine) -> float:
     """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
+    # Optimizers of front ends have `apply` in place of optax' `update`.
     update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
     held = keeping.forms if keeping is not None else state.optimizer_state
     try:

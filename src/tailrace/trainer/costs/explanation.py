@@ -77,8 +77,9 @@ def explain(
     memory = compiled.memory_analysis()
     # XLA counts the body of a loop once: that of the steps, and that of the microbatches.
     flops = flops_of(compiled)
+    # The update is outside of the loop of microbatches: it runs once.
     flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
-    sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
+    sizes = {name: tree_bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
     if keeping is not None:  # the part that one device holds
         sizes["optimizer state"] = keeping.device_bytes
     sizes["elements"] = runner.bytes_per_pass * length // runner.placement.local_replicas
@@ -86,6 +87,7 @@ def explain(
     sizes["temporaries"] = int(memory.temp_size_in_bytes)
     sizes["code"] = int(memory.generated_code_size_in_bytes)
     peak = int(
+        # Donated arguments are counted among the outputs as well: `alias_size` is what both share.
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
@@ -106,9 +108,11 @@ def explain(
 def flops_of(compiled: Any) -> float:
     """The floating-point operations of something lowered or compiled, as XLA counts them."""
     cost = compiled.cost_analysis() or {}
+    # Some versions of JAX return a list with an entry for each device.
     cost = cost[0] if isinstance(cost, list | tuple) else cost
     return float(cost.get("flops", 0.0))
 
 
-def _bytes(tree: Tree) -> int:
+def tree_bytes(tree: Tree) -> int:
+    """The bytes of all arrays of a tree, or of those that its shapes describe."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

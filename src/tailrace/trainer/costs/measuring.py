@@ -86,7 +86,7 @@ class Measuring:
         runner = self.engine.runner if self.engine.executions else None
         if not isinstance(runner, PipelineRunner):
             raise ProgramError(
-                "report tells what the stages of a pipeline cost, after a fit. Received: "
+                "report says what the stages of a pipeline cost, after a fit. Received: "
                 + (
                     "no fit yet. Call trainer.fit first, or trainer.explain(example)."
                     if self.engine.pipeline is not None

@@ -9,14 +9,13 @@ from typing import Protocol
 
 import jax
 
-from tailrace.data.trees import Tree
 from tailrace.errors import DeviceMemoryError
 from tailrace.messages import size_text
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.train_state import TrainState
-from tailrace.trainer.costs.explanation import explain
+from tailrace.trainer.costs.explanation import explain, tree_bytes
 from tailrace.trainer.costs.memory_plan import MemoryPlan
 from tailrace.trainer.executions import Ticket
 
@@ -106,8 +105,8 @@ def describe_shortage(
         else "The state was lost with the execution: go back to a checkpoint."
     )
     return (
-        f"The device has not enough memory for an execution of {length} steps{asked}. On each device: "
-        f"{listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
+        f"The device does not have enough memory for an execution of {length} steps{asked}. On each "
+        f"device: {listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
     )
 
 
@@ -115,11 +114,11 @@ def _parts(engine: Training, length: int) -> dict[str, int]:
     """Bytes on each device by purpose, largest first."""
     form, keeping = engine.form, engine.memory.keeping
     sizes = {
-        "parameters": _bytes(form.params),
-        "optimizer state": _bytes(form.optimizer_state)
+        "parameters": tree_bytes(form.params),
+        "optimizer state": tree_bytes(form.optimizer_state)
         if keeping is None
         else keeping.device_bytes,
-        "model state": _bytes(form.model_state),
+        "model state": tree_bytes(form.model_state),
     }
     try:  # XLA knows the rest, if the program could be compiled
         found = explain(engine.runner, engine.loop_state, length, {}, None).parts
@@ -164,7 +163,3 @@ def _is_whole(engine: Training) -> bool:
     """Whether the state survived: a failed execution may have consumed its donated arrays."""
     leaves = jax.tree.leaves(engine.runner.carried(engine.loop_state))
     return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
-
-
-def _bytes(tree: Tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

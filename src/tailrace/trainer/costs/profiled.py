@@ -55,6 +55,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
     taken: list[Mapping[Feed, Staged]] = []
     profiler = DeviceProfiler(None)
     runner.keep_elements = True
+    # A GPU launches many kernels as one graph, of which a profiler sees only the graph.
     runner.separate = bool(separate_kernels(engine.placement.device.platform))
 
     def run(number: int) -> Any:

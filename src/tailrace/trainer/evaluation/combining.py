@@ -60,6 +60,7 @@ class Combined:
         """Add some batches of `rows` rows each: [batches, ...] by name."""
         if not self._collectors:
             self._check_names(values)
+            # At the first batch: only then is it known which values there are, and of which dtype.
             self._collectors = {
                 name: _collector(self._rule(name, value)) for name, value in values.items()
             }
@@ -161,6 +162,7 @@ class _OfMetric(_Collector):
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
         del name, rows
+        # One call for each batch, as documented: `values` are those of a whole execution, stacked.
         for value in values:
             self._state = self._metric.update(self._state, value)
 
@@ -180,6 +182,8 @@ class _OfAll(_Collector):
 
     def result(self) -> Any:
         shapes = {part.shape[1:] for part in self._parts}
+        # A smaller last batch may give another shape, which cannot be stacked: the function then
+        # gets a list.
         joined: Any = [row for part in self._parts for row in part]
         return _arrays(self._function(np.stack(joined) if len(shapes) == 1 else joined))
 

@@ -89,6 +89,8 @@ class Fit:
         self.callbacks, self.saving, self.bar = callbacks, saving, bar
         self.stopping = progress.stopped
         self.interrupts = Interrupts()
+        # A wait for the dataset ends when the fit is to end: otherwise one Ctrl-C would never
+        # return while the dataset blocks.
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
@@ -97,11 +99,15 @@ class Fit:
         self._pending: deque[Ticket] = deque()
         watched = [getattr(one, "watched", None) for one in callbacks]
         watched += [] if saving is None else [saving.monitor]
+        # Which metrics a step has is known only from its results; `collect` checks monitored names
+        # at the first of them, not at the end of an epoch.
         self._unchecked = [one for one in watched if isinstance(one, Monitor)]
         # A callback must see the state of the steps it is called for; a sentinel must compare before
         # the next execution overwrites it.
         waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
         self._in_flight = 0 if waits else 1
+        # Only checkpoints need the processes to agree: saving is a collective, which all of them
+        # enter or none.
         self._together = saving is not None and distributed.process_count() > 1
         self._signal: int | None = None
 
@@ -124,6 +130,7 @@ class Fit:
         due = self.saving is not None and self.saving.due
         if not self._together:
             return due
+        # One meeting for both questions: it is held after every execution.
         answers = distributed.meet({"due": due, "signal": self.interrupts.asked})
         signals = [said["signal"] for said in answers if said["signal"] is not None]
         self._signal = signals[0] if signals else self._signal
@@ -182,6 +189,7 @@ class Fit:
             try:
                 self._execute(until - progress.steps)
             except DataExhausted as error:
+                # The message gives the dataset's whole length, so count what is left of it.
                 missing = (until - progress.steps) * self.engine.runner.elements_per_pass
                 found = self.feed.position + self.feed.remaining(missing)
                 done = progress.steps - progress.epoch_start
@@ -232,21 +240,28 @@ class Fit:
         try:
             ticket = engine.dispatch(length, following=following)
         except WaitStopped:
+            # A signal to this process ends the others as well.
             self.agree()
             self.stopping = True
             return
         self._pending.append(ticket)
+        # At dispatch, not at collection: it says what the next execution starts from. A failure
+        # sets it back.
         progress.steps += length
         progress.elements += length * engine.elements_per_step
         if measuring:
             # The only wait in this loop, and only for the first few executions.
             jax.block_until_ready(ticket.ready)
+            # All processes must choose the same length, so they use the same time:
+            # `agreed_seconds`.
             seconds = time.perf_counter() - started - (engine.runner.compile_s - compiled_before)
             pace.measured(length, agreed_seconds(seconds))
             logger.info(pace.reason)
             if pace.chosen is not None:
                 period = engine.sight.period
                 engine.runner.fix(engine.loop_state, pace.chosen, period, pace.seconds_per_step)
+        # With one in flight, this waits for the execution before the one just dispatched, while
+        # that one runs.
         self.collect(self._in_flight)
         if until == length:
             self._validate()
@@ -271,6 +286,8 @@ class Fit:
                 self._unchecked.pop().check_logged(self.journal.history.step_names)
             self._count_skipped(results)
             if results.failure is not None:
+                # Before the error leaves: the bundle needs the engine's state, which a caller may
+                # train on from.
                 keep_bundle(self.engine, results.failure)
                 self._pending.clear()  # executions after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
@@ -278,6 +295,8 @@ class Fit:
             if self.callbacks:
                 values = self.journal.one(results)
                 execution = Execution(results.first_step, results.steps, values)
+                # After the journal has the results: a callback may read `trainer.history` and
+                # records.
                 tell(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, results.scalars["loss"])
 

@@ -70,6 +70,8 @@ class FitCall:
         """The number of passes over the data that were begun; repeating data has many."""
         progress = self.progress
         fast = as_dataset(self.dataset).fast
+        # Repeating data has no end of an epoch that a fit would notice: passes are counted by
+        # elements.
         if fast is not None and fast.repeat:
             return -(-progress.elements // fast.batches_per_epoch)
         return progress.epochs + (progress.steps > progress.epoch_start)
@@ -79,6 +81,7 @@ class FitCall:
         taken = self.saving.take_up() if self.saving is not None else None
         if taken is not None:
             self.progress = taken.progress
+            # The run directory is cut back to this mark when the journal opens it.
             journal.take_up(taken.history, taken.run_end)
         return taken
 
@@ -106,6 +109,8 @@ class FitCall:
     def run(self, fit: Fit, taken: TakenUp | None, steps_per_execution: int | None) -> None:
         """Train to the end, or until something stops it; then save."""
         saving = self.saving
+        # Signals are recorded while steps run, and raised again while `_open` closes the journal, which
+        # may wait for a disk.
         with self._open(fit, steps_per_execution), fit.interrupts:
             for callback in self.callbacks:
                 callback.on_fit_begin(fit.trainer)
@@ -121,6 +126,7 @@ class FitCall:
                 fit.collect()
                 if saving is not None:
                     saving.save(wait=True)
+                # Only after the state is saved: the process is to end now.
                 raise meaning(fit.asked)
         if saving is not None:  # after callbacks: one of them may restore the best state
             saving.save(ended=True, wait=True)

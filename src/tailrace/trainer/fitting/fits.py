@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -11,6 +12,7 @@ from tailrace.errors import DataError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.profiling.timeline.trace import Trace
 from tailrace.trainer.callbacks.callback import AnyTrainer
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import Saving, saving_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
@@ -60,7 +62,12 @@ class Fits:
         if self._running is not None:
             self._running.stop()
 
-    def saving(self, checkpoint: Any, duration: Duration, validation: Validation) -> Saving | None:
+    def saving(
+        self,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None,
+        duration: Duration,
+        validation: Validation,
+    ) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
         saving = saving_of(checkpoint, self.kept, self._engine, duration)
         if saving is not None and saving.monitor is not None:
@@ -97,6 +104,7 @@ class Fits:
 
     def _run(self, trainer: AnyTrainer, call: FitCall) -> None:
         engine, journal, feed = self._engine, self._journal, None
+        # Before `use`: a finished fit needs no program, and so no compilation.
         taken = call.take_up(journal)
         try:
             if taken is not None and taken.finished:

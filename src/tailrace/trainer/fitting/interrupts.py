@@ -26,6 +26,8 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        # Python allows signal handlers in the main thread only; a fit in another thread leaves
+        # signals to it.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.getsignal(number) for number in SIGNALS}
             for number in SIGNALS:
@@ -49,10 +51,14 @@ class Interrupts:
         if self.asked is not None:
             self._put_back()
             raise meaning(number)
+        # Nothing else happens in a handler: it runs between any two bytecodes of the loop, or of a
+        # library.
         self.asked = number
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
+            # `getsignal` returns None for a handler that was not installed from Python; it cannot
+            # be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 

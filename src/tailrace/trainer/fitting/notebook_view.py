@@ -84,6 +84,7 @@ def progress_view(
 
 def _notebook_display() -> Any:
     """`IPython.display.display` in a notebook's kernel; None elsewhere."""
+    # Not imported: a notebook has imported it already.
     shell = sys.modules.get("IPython")
     if shell is None or getattr(shell.get_ipython(), "kernel", None) is None:
         return None

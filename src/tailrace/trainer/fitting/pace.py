@@ -139,6 +139,8 @@ class Pace:
         )
         if len(totals) < 2:
             return 0.0
+        # Two points of a line: total = overhead + steps x seconds. The shortest and the longest
+        # trial are farthest apart, so noise matters least.
         (short, less), (long, more) = totals[0], totals[-1]
         return max(0.0, less - short * (more - less) / (long - short))
 
@@ -150,6 +152,7 @@ class Pace:
         """Add the time of an execution, without its compilation; after some, choose the length."""
         if not self.is_measuring:
             return
+        # Never 0: lengths are computed by dividing by it, and a clock may not have advanced.
         self.trials.append(max(seconds / steps, 1e-7))
         self.lengths.append(steps)
         if self.chosen is not None:
@@ -209,6 +212,8 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
         check_bytes(sight.chosen, sight.period, count, replicas, most_bytes)
         most = sight.period
     size = runner.bytes_per_pass
+    # Measuring again would hold up the first executions of every fit. Elements of another size are
+    # another program, with other times.
     if before is not None and before.bytes_per_step == size:
         return before
     return Pace(
@@ -216,6 +221,8 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
         size,
         most_steps=most,
         target_s=dispatch_table.LIVE_S if engine.live else dispatch_table.TARGET_S,
+        # Where a loop of fixed length is faster than one whose length is data: `LoopRunner.fix`
+        # decides by the time of a step.
         times_given=engine.placement.device.platform != "cpu",
     )
 

@@ -34,6 +34,7 @@ def agreed_total_steps(
     try:
         total = total_steps(engine, length, steps, epochs)
     except DataExhausted as error:
+        # The others wait in the meeting below: without an answer they would wait for ever.
         distributed.meet({"failed": str(error)})
         raise
     answers = distributed.meet({"total": total})

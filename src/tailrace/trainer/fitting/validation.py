@@ -23,7 +23,7 @@ class Validation:
     """
 
     def __init__(
-        self, data: Any, every: str | int, evaluate: Callable[[Any], dict[str, Any]]
+        self, data: object, every: str | int, evaluate: Callable[[object], dict[str, Any]]
     ) -> None:
         by_epochs = isinstance(every, str) and every == "epoch"
         self.steps = (
@@ -77,7 +77,7 @@ class Validation:
         return scalars
 
 
-def _check_data(data: Any) -> None:
+def _check_data(data: object) -> None:
     """Refuse data that could not be validated on, before the steps that come first."""
     try:
         source = as_dataset(data)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import CheckpointError
-from tailrace.records.records import Records
 from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.reader import Run
 from tailrace.taps.bit_digests import digest, joined
 from tailrace.taps.tap import Tap
+from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
 
@@ -53,6 +53,8 @@ def first_tensor(
         for rerun in reruns:
             for _ in rerun.advance(from_step):
                 pass
+        # Both advance together: the first step that differs ends the search, and later ones are
+        # never run.
         for step in range(from_step, until + 1):
             seen = [_digests(rerun.look()) for rerun in reruns]
             differ = [
@@ -76,10 +78,8 @@ def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
     return Rerun(trainer.engine, taps, dataset, *start.fit(), start.directory.directory)
 
 
-def _digests(results: Any) -> dict[str, bytes]:
-    records = Records()
-    for part in results.parts:
-        records.add(part)
+def _digests(results: Results) -> dict[str, bytes]:
     return {
-        name: np.asarray(joined(record.values)).tobytes() for (name, _), record in records.items()
+        name: np.asarray(joined(record.values)).tobytes()
+        for (name, _), record in results.records.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
-from tailrace.records.records import Records
 from tailrace.taps.tap import parse_taps
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
@@ -18,7 +18,9 @@ from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.bundles import elements_in, read_bundle
 
 
-def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> Replay:
+def replay_bundle(
+    engine: Engine, bundle: str | os.PathLike[str], example: Tree, observe: Any
+) -> Replay:
     """Run the step of a bundle; see `tr.Trainer.replay_bundle`."""
     arrays, note = read_bundle(bundle)
     here = engine.accumulation.microbatches * engine.placement.replicas
@@ -42,8 +44,5 @@ def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> R
         results = twin.collect(twin.dispatch(1, following=0, period=1))
     finally:
         feed.rest()
-    records = Records()
-    for part in results.parts:
-        records.add(part)
     loss = float(np.mean(results.scalars["loss"]))
-    return Replay(int(note["step"]), loss, records, [], [], int(note["step"]))
+    return Replay(int(note["step"]), loss, results.records, [], [], int(note["step"]))

@@ -50,10 +50,10 @@ def example_gradients(
     """Loss, gradient norm and alignment of each example.
 
     Args:
-        engine: whose loss function it is.
+        engine: the engine with the loss function.
         read: parameters and model state before the step.
-        gradients: of the step, leaf by leaf.
-        elements: of the step, stacked leaf by leaf.
+        gradients: the gradients of the step, leaf by leaf.
+        elements: the elements of the step, stacked leaf by leaf.
         spec: the form of an element.
     """
     step, params = engine.step_function, read[0]
@@ -64,6 +64,7 @@ def example_gradients(
         params, direction = values
 
         def forward(params: Tree) -> Any:
+            # The loss as it was trained: with dropout, which asks `tr.training()`.
             with tracing_training():
                 return step.forward(params, model_state, batch, inputs)[0]
 
@@ -74,6 +75,7 @@ def example_gradients(
         along = sum((jnp.vdot(g, d) for g, d in wide), jnp.float32(0))
         whole = sum((jnp.vdot(d, d) for _, d in wide), jnp.float32(0))
         norm = jnp.sqrt(own)
+        # A row without gradient has no direction: 0, not NaN.
         size = jnp.maximum(norm * jnp.sqrt(whole), jnp.finfo(jnp.float32).tiny)
         return {"loss": loss, "gradient_norm": norm, "alignment": along / size}
 
@@ -82,6 +84,7 @@ def example_gradients(
     def measured(chunk: int) -> dict[str, np.ndarray]:
         def compute(values: Tree, model_state: Tree, batch: Tree, _: Any) -> Any:
             if chunk == 1:
+                # Without `vmap`, which some operations have no rule for.
                 return one(values, model_state, jax.tree.map(lambda leaf: leaf[0], batch))
             return jax.vmap(lambda row: one(values, model_state, row))(batch)
 
@@ -120,11 +123,12 @@ def chunk_of(rows: int, params: Tree) -> int:
     """
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     most = min(rows, CHUNK_BYTES // max(1, size))
+    # A divisor: a smaller last chunk would be another shape, and another compilation.
     return next((n for n in range(most, 0, -1) if rows % n == 0), 1)
 
 
 def input_norm(row: Any) -> float:
-    """The norm of the numbers in a row that are no integers; 0 if there are none.
+    """The norm of the floats in a row; 0 if there are none.
 
     >>> input_norm({"x": np.array([3.0, 4.0]), "label": np.array([7])})
     5.0

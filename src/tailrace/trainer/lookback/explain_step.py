@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 import numpy as np
 
 from tailrace.data.adapters import rows_read
-from tailrace.records.records import Record, Records
+from tailrace.records.record import Record
 from tailrace.records.scores import robust_scores
+from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Tap
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
@@ -34,7 +37,7 @@ BEFORE = 4
 """How many steps before are looked at, to say what has grown."""
 
 
-def may_grow(entry: Any) -> bool:
+def may_grow(entry: Entry) -> bool:
     """What leaves a scope of the model (not each operation inside it), and gradients."""
     layer = entry.kind == "activation" and ":" not in entry.name
     return layer or entry.kind == "reduced"
@@ -92,8 +95,8 @@ class StepExplanation:
 def explain_step(
     engine: Engine,
     step: int,
-    dataset: Any,
-    checkpoint: Any,
+    dataset: object,
+    checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None = None,
 ) -> StepExplanation:
@@ -114,11 +117,12 @@ def explain_step(
         while rerun.step < step:
             results = rerun.look()
             comparison.take(results)
-            before.append(_norms(_records(results)))
+            before.append(_norms(dict(results.records.items())))
+        # Copied to the host before the step runs, which overwrites it.
         state = jax.tree.map(np.asarray, rerun.engine.read())
         results = rerun.look()
         comparison.take(results)
-        records = _records(results)
+        records = dict(results.records.items())
         gradients = [record.values[0] for (_, kind), record in records.items() if kind == "tensor"]
         elements, spec = rerun.elements, rerun.spec
         found = example_gradients(rerun.engine, state, gradients, elements, spec)
@@ -127,13 +131,6 @@ def explain_step(
     loss = float(np.mean(results.scalars["loss"]))
     growth = _growth(before, _norms(records))
     return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
-
-
-def _records(results: Any) -> dict[tuple[str, str], Record]:
-    records = Records()
-    for part in results.parts:
-        records.add(part)
-    return dict(records.items())
 
 
 def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
@@ -146,6 +143,7 @@ def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
 def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, float]:
     if not before:
         return {}
+    # A tensor that was all zeros before has grown without bound, but no division by zero.
     tiny = float(np.finfo(np.float32).tiny)
     usual = {name: float(np.median([one.get(name, 0.0) for one in before])) for name in now}
     return {
@@ -154,7 +152,9 @@ def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, 
     }
 
 
-def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
+def _numbered(
+    dataset: object, reading: tuple[int, int, int] | None, found: np.ndarray
+) -> np.ndarray:
     """Rows with their numbers in the dataset and their scores; those that stand out most first."""
     rows = np.zeros(len(found), ROW)
     for name in ("position", "loss", "gradient_norm", "alignment", "input_norm"):
@@ -167,7 +167,7 @@ def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
         scores = [robust_scores(each, least=ALIKE) for each in measured]
-        # Inputs that a saturated layer hides from the loss. They are often much alike: so near that
+        # Inputs that a saturated layer hides from the loss. They are often so close together that
         # their spread says nothing, and only those count that are plainly larger.
         inputs = rows["input_norm"]
         large = inputs > GROWN * np.median(inputs)

@@ -28,9 +28,9 @@ class HandedReplay:
     """Runs the blocks of a training again, up to a step and the end of its execution.
 
     Args:
-        step: the one to look at.
+        step: the step to look at.
         recorded: what is known of the training.
-        note: of the checkpoint.
+        note: the note of the checkpoint.
     """
 
     def __init__(self, step: int, recorded: Recorded, note: Mapping[str, Any]) -> None:
@@ -45,11 +45,11 @@ class HandedReplay:
         """Whether the step was seen, and its execution is over."""
 
     def take(self, engine: Engine, feed: Feed, block: Staged, exact: bool = False) -> None:
-        """Run the steps of a block, without those behind the last one that matters.
+        """Run the steps of a block, up to the last one that matters.
 
         Args:
             engine: made for looking back, with its state at the block's start.
-            feed: says what its elements look like.
+            feed: describes its elements.
             block: elements; its room is what the program of the training had.
             exact: whether that program was made for exactly these steps, not for any up to them.
         """
@@ -58,6 +58,8 @@ class HandedReplay:
         if self._feed is not feed:
             engine.use(feed)
             self._feed = feed
+            # One pair for each form of elements; its programs are compiled once, however many
+            # blocks follow.
             self._pairs.setdefault(feed, RunnerPair(engine))
         count, first = engine.accumulation.microbatches, engine.step
         pair = self._pairs[feed]
@@ -69,7 +71,7 @@ class HandedReplay:
             looking, length = start == self.step, stop - start
             runner = pair.loud if looking else pair.silent
             part = portion(block, (start - first) * count, length * count)
-            # The program of then, so that XLA rounds as it did: for exactly this length, or with
+            # The program that ran then, so that XLA rounds as it did: for exactly this length, or with
             # room for the longest.
             if exact and part.count == block.room:
                 runner.capacity = None
@@ -103,7 +105,7 @@ def with_room(block: Staged, room: int) -> Staged:
     return Staged(block.host, device, block.count, block.replicas)
 
 
-def _padded(leaf: Any, room: int) -> Any:
+def _padded(leaf: jax.Array | np.ndarray, room: int) -> jax.Array | np.ndarray:
     widths = ((0, room - len(leaf)), *[(0, 0)] * (leaf.ndim - 1))
     if isinstance(leaf, jax.Array):
         return jax.device_put(jnp.pad(leaf, widths), leaf.sharding)

@@ -33,7 +33,7 @@ class LookingBack:
     def replay(
         self,
         step: int,
-        dataset: Any,
+        dataset: object,
         *,
         observe: Any = (),
         checkpoint: Checkpoint | str | os.PathLike[str],
@@ -62,7 +62,7 @@ class LookingBack:
     def explain_step(
         self,
         step: int,
-        dataset: Any,
+        dataset: object,
         *,
         checkpoint: Checkpoint | str | os.PathLike[str],
     ) -> StepExplanation:
@@ -87,7 +87,7 @@ class LookingBack:
     def rewind(
         self,
         step: int,
-        dataset: Any,
+        dataset: object,
         *,
         checkpoint: Checkpoint | str | os.PathLike[str],
         reason: str = "",

@@ -54,6 +54,8 @@ class Recorded:
         end = 0
         for row, first in enumerate(map(int, columns["first_step"] if groups else ())):
             found = {group: int(columns[group][row]) for group in groups}
+            # Rows are in the order of training. A row that begins before the last one ended says
+            # that training went back.
             if not row or first < end:
                 self.executions = {k: v for k, v in self.executions.items() if sum(k) <= first}
             end = first + int(columns["steps"][row])

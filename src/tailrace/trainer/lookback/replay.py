@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Difference:
     """A value that differs from the recorded one.
 
     Attributes:
-        step: where: a step, or the last one of an execution.
+        step: the step, or the last one of the execution.
         what: "loss", or the group of tensors whose fingerprint differs.
         recorded: what the training kept.
         replayed: what the replay found.
@@ -113,9 +113,9 @@ class Replay(Mapping[Any, Record]):
 def replay(
     engine: Engine,
     step: int,
-    dataset: Any,
+    dataset: object,
     observe: Any,
-    checkpoint: Any,
+    checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None = None,
 ) -> Replay:
@@ -129,11 +129,15 @@ def replay(
     around = recorded.around(step)
     comparison = Comparison(recorded)
     with rerun.closing():
+        # Stop where executions ended: fingerprints were taken there, so they can be compared only
+        # there.
         for end in recorded.ends(rerun.step, step):
             comparison.take_all(rerun.advance(end))
         comparison.take_all(rerun.advance(step))
         seen = rerun.look()
         comparison.take(seen)
+        # On to the end of the execution that the step was in: its fingerprint is the only proof of
+        # the state after the step.
         if around is not None:
             comparison.take_all(rerun.advance(sum(around)))
     return replay_of(seen, comparison, note)
@@ -143,17 +147,15 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
     """What a replay found: the step that was looked at, and what all steps were compared with.
 
     Args:
-        seen: the step.
-        comparison: with what was recorded.
-        note: of the checkpoint.
+        seen: the results of the step.
+        comparison: the comparison with what was recorded.
+        note: the note of the checkpoint.
     """
-    records = Records()
-    for part in seen.parts:
-        records.add(part)
     loss = float(np.mean(seen.scalars["loss"]))
     found, compared = comparison.differences, comparison.compared
     changed = changed_since(note.get(SURROUNDINGS))
-    return Replay(seen.first_step, loss, records, found, compared, int(note["step"]), changed)
+    started_at = int(note["step"])
+    return Replay(seen.first_step, loss, seen.records, found, compared, started_at, changed)
 
 
 class Comparison:
@@ -171,7 +173,7 @@ class Comparison:
         self._elements: list[np.ndarray] = []
         self._first: int | None = None
 
-    def take_all(self, several: Any) -> None:
+    def take_all(self, several: Iterable[Results]) -> None:
         """Take in dispatches."""
         for results in several:
             self.take(results)
@@ -228,8 +230,8 @@ class Comparison:
 # -- which checkpoint ---------------------------------------------------------------------------
 
 
-def check_step(step: Any) -> None:
-    """Refuse what is no number of a step."""
+def check_step(step: object) -> None:
+    """Refuse anything but the number of a step."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise OptionError(
             f"step is the number of a step that was trained, counted from 0. Received: step={step!r}."
@@ -241,7 +243,7 @@ class Start:
     """The checkpoint that steps are run again from.
 
     Attributes:
-        kept: which one.
+        kept: the checkpoint.
         directory: its directory.
         arrays: its arrays.
         note: its note.
@@ -262,7 +264,13 @@ class Start:
         return self.arrays, self.note
 
 
-def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool = False) -> Start:
+def nearest(
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    step: int,
+    fits: int | None = None,
+    *,
+    before: bool = False,
+) -> Start:
     """The last checkpoint at or before a step that is whole; a damaged one is passed over, with a note.
 
     Args:
@@ -293,6 +301,7 @@ def nearest(checkpoint: Any, step: Any, fits: int | None = None, *, before: bool
             f"the directory that fit(checkpoint=...) was given."
         )
     last = found[-1]
+    # `before` adds one: the state before the step after the last one is the end itself.
     if last.ended and step >= last.step + before:
         raise CheckpointError(
             f"A replay is of a step that was trained, and the last fit in {where!r} ended with step "
@@ -342,6 +351,7 @@ def recorded_in(
 ) -> Recorded:
     """What later checkpoints know of a step: each keeps the history of its fit."""
     count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+    # Newest first: each has the history of its whole fit, and the latest has the most of it.
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
         try:
             arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()

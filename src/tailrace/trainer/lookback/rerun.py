@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,25 +31,25 @@ CHUNK = 64
 
 
 class Rerun:
-    """Runs steps again, from where a checkpoint is.
+    """Runs steps again, from a checkpoint on.
 
     Args:
-        engine: of the trainer whose steps they are; it is not touched.
+        engine: the engine of the trainer whose steps they are; it is not changed.
         observe: taps for the steps that are looked at.
         dataset: the one that was trained on, or an equal one.
-        arrays: of the checkpoint.
-        note: of the checkpoint.
-        directory: of the checkpoints: with it, the kernels that XLA chose are those of then.
+        arrays: the arrays of the checkpoint.
+        note: the note of the checkpoint.
+        directory: the directory of the checkpoints, which also has the kernels that XLA chose then.
     """
 
     def __init__(
         self,
         engine: Engine,
         observe: Any,
-        dataset: Any,
+        dataset: object,
         arrays: Mapping[str, np.ndarray],
         note: Mapping[str, Any],
-        directory: Any = None,
+        directory: Path | None = None,
     ) -> None:
         self.engine = twin_of(engine, observe)
         self._dataset, self._directory = dataset, directory
@@ -64,6 +65,8 @@ class Rerun:
         # Saved between two passes: what the fit did next was to read its dataset from the start.
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
+        # With the room that the training's loop had: another capacity is another program for XLA,
+        # which may round otherwise, and the replay must be bit-equal.
         self._longest: int = note["fit"].get("capacity") or CHUNK
         self._pair = RunnerPair(self.engine)
         self._pair.set_longest(self._longest)
@@ -171,6 +174,8 @@ class RunnerPair:
     def run(self, length: int, looking: bool = False, block: Staged | None = None) -> Results:
         """Run steps: on the next elements of the dataset, or on a block."""
         engine = self._engine
+        # `period=1`: periodic taps of a replay are for the one step that is looked at, whatever its
+        # number.
         engine.swap(self.loud if looking else self.silent)
         ticket = engine.dispatch(length, block=block, following=0, period=1)
         results = engine.collect(ticket)
@@ -181,6 +186,8 @@ class RunnerPair:
 
 def looking_back(taps: Sequence[Any], observe: Any) -> list[Any]:
     """The taps of a replay: those asked for, and what made the training skip steps."""
+    # A guard that skips changes the state, so a replay without it would take another way. One that
+    # stops changes nothing.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite) and tap.skips]
     return [*parse_taps(observe), *guards]
 
@@ -190,12 +197,13 @@ def twin_of(engine: Engine, observe: Any) -> Engine:
     observe = looking_back(engine.taps, observe)
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
     if engine.pipeline is not None:
+        # Shared weights are in the state once; a pipeline is given them in all their places.
         params = engine.pipeline.tie(params)
     twin: Engine = engine.again(params=params, model_state=model_state, observe=observe)
     return twin
 
 
-def _blank(form: Any) -> Any:
+def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     # The values of the checkpoint replace it; only shape and dtype matter.
     if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0, impl=form.dtype.name[4:-1]), form.shape)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
 
 import jax
 import numpy as np
 
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.recorded import Recorded
 from tailrace.trainer.lookback.replay import Comparison, nearest, recorded_in
@@ -14,7 +15,12 @@ from tailrace.trainer.lookback.rerun import Rerun
 
 
 def rewind(
-    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded, fits: int | None
+    engine: Engine,
+    step: int,
+    dataset: object,
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    recorded: Recorded,
+    fits: int | None,
 ) -> bool | None:
     """Give an engine the state before a past step; returns whether that is proved."""
     start = nearest(checkpoint, step, fits, before=True)

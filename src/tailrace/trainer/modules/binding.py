@@ -98,7 +98,7 @@ class Plain(Binding):
     def model(self, params: Tree, state: Tree) -> Any:
         """There is none."""
         raise ProgramError(
-            "trainer.model is the module that was given in the place of params: an nnx.Module, an "
+            "trainer.model is the module that was given in place of params: an nnx.Module, an "
             "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
         )
 
@@ -172,6 +172,7 @@ class Function:
                 raise
         # The function maps over this module and another, or over two parts of it, which needs their
         # own classes, without paths. Activations then have the names that the library gives them.
+        # For all later calls too: tracing twice each time would double the time.
         binding.scopes = False
         return self.called(params, state, values, whole_element)
 

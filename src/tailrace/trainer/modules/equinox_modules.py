@@ -1,4 +1,4 @@
-"""An Equinox module in the place of parameters.
+"""An Equinox module in place of parameters.
 
 Its arrays of floats are trained; the rest of it is static. With an `eqx.nn.State` as `model_state`,
 functions get and return it as Equinox' layers do.
@@ -50,6 +50,7 @@ class EquinoxBinding(Binding):
         """The module, and the state if there is one."""
         module = eqx.combine(params, self._static)
         if self.has_modes and not training():
+            # A copy: the user's module keeps its mode.
             module = eqx.nn.inference_mode(module)
         if self.scopes:
             module = equinox_seams.scoped(module)

@@ -47,6 +47,7 @@ def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
     kind = type(made)
     if not isinstance(made, eqx.Module) or (call := _own_call(kind)) is None:
         return made
+    # Without `__init__`: a user's may compute, or take arguments that are gone.
     copy = object.__new__(scoped_class(kind, call))
     for name, value in vars(made).items():
         object.__setattr__(copy, name, value)
@@ -85,9 +86,8 @@ def scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
         "__annotations__": {PATH: str},
         PATH: eqx.field(static=True, default="", kw_only=True),
     }
-    with (
-        warnings.catch_warnings()
-    ):  # about the user's class, which was warned about when it was made
+    # Equinox would warn about the user's class, and did so when that was made.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return type(kind)(kind.__name__, (kind,), body)
 

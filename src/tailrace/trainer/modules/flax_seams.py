@@ -35,6 +35,7 @@ def scoped(model: Any) -> Any:
         called = any("__call__" in vars(kind) for kind in type(module).__mro__)
         if path and called:
             setattr(module, PATH, "/".join(map(str, path)))
+            # Past Flax' `__setattr__`, which tracks attributes of modules.
             object.__setattr__(module, "__class__", _scoped_class(type(module)))
     return model
 

@@ -1,4 +1,4 @@
-"""The variables of a Flax Linen module in the place of parameters.
+"""The variables of a Flax Linen module in place of parameters.
 
 Linen modules hold no values: `model.init` returns them as a dict of collections. "params" is trained;
 the other collections are the model state, and functions get all of them, as `model.apply` does:

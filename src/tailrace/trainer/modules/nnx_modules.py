@@ -1,4 +1,4 @@
-"""An `nnx.Module` in the place of parameters.
+"""An `nnx.Module` in place of parameters.
 
 The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
 derived from `tr.key()` for each call; everything else (`nnx.BatchStat` and the like) is the model
@@ -65,6 +65,7 @@ class NnxBinding(Binding):
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
         given = jax.tree.leaves(params)
+        # By identity: an assignment replaces the array, and comparing values would need them.
         changed = [
             path_name(path) for (path, x), y in zip(found, given, strict=False) if x is not y
         ]

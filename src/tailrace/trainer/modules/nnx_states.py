@@ -1,4 +1,4 @@
-"""An `nnx.State` in the place of parameters, as `nnx.split` makes it.
+"""An `nnx.State` in place of parameters, as `nnx.split` makes it.
 
 Functions get a state of variables again, to merge; the engine has plain values, so that a parameter is
 called by its path alone, without the `value` that a variable adds.
@@ -21,6 +21,7 @@ class NnxStateBinding(Binding):
     returns_state = True
 
     def __init__(self, params: nnx.State, model_state: Tree) -> None:
+        # Both have their leaves in one order, so values can be put back by position.
         self.params, self._params = nnx.to_pure_dict(params), jax.tree.structure(params)
         self.model_state, self._state = model_state, None
         if isinstance(model_state, nnx.State):

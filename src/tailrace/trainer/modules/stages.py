@@ -22,7 +22,7 @@ class StagesBinding(Binding):
     """A binding for each stage.
 
     Args:
-        pipeline: what the stages are of.
+        pipeline: the pipeline that the stages belong to.
         params: the module (or the parameters) of each stage.
         model_state: the state of each stage, where modules do not hold it.
         bind: finds the binding of one stage.
@@ -36,6 +36,8 @@ class StagesBinding(Binding):
         bind: Callable[[Any, Any], Binding],
     ) -> None:
         self._pipeline = pipeline
+        # Flat in here, nested outside: a pipeline has a list for concurrent stages, and each member
+        # has a binding.
         modules = list(self._flat(params))
         states = [None] * len(modules) if model_state is None else list(self._flat(model_state))
         self.bindings = list(map(bind, modules, states))
@@ -85,6 +87,7 @@ class StagesBinding(Binding):
 
     def loss(self, fn: Callable[..., Any]) -> Any:
         """The pipeline, with stages that are called with their modules."""
+        # The user's pipeline may be given to another trainer, with other modules.
         changed = copy.copy(self._pipeline)
         bindings = iter(self.bindings)
         changed.stages = tuple(
@@ -118,7 +121,7 @@ class Stage(Function):
     """A stage of the user, called with its module.
 
     Args:
-        binding: of its module.
+        binding: the binding of its module.
         fn: the stage.
         first: whether it gets the element of the dataset, or the outputs of the stage before.
         stateful: whether the pipeline has a model state.

@@ -56,6 +56,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
     whole = Snapshot(arrays, {}).on_host()
+    # safetensors writes the buffer as it is, without regard to strides.
     host = {name: np.ascontiguousarray(array) for name, array in whole.items()}
     note = {
         "format": FORMAT,
@@ -68,6 +69,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
         "text": str(failure),
         "versions": versions(),
     }
+    # Last: over everything else in the note.
     note["checksum"] = json_checksum(note)
     partial = where.with_name(where.name + ".unfinished")
     partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
@@ -94,7 +96,7 @@ def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         raise
     except Exception as error:  # safetensors has an error class of its own
         raise CheckpointError(
-            f"{str(where)!r} is no bundle, or is damaged: {type(error).__name__}: {error}"
+            f"{str(where)!r} is not a bundle, or is damaged: {type(error).__name__}: {error}"
         ) from error
     return arrays, note
 
@@ -122,6 +124,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
     """An array with a dtype that every reader supports: bfloat16 and the like as integers."""
     if array.dtype.isbuiltin == 1:
         return array
+    # The dtype is in the note, and `read_bundle` views the bits as it again.
     return array.view(f"u{array.dtype.itemsize}")
 
 

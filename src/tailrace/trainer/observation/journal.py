@@ -41,6 +41,7 @@ class Journal:
     ) -> None:
         self.sink: Sink | None = sink
         if run_dir is not None and distributed.writes():
+            # One process writes. The others have no sink, and keep records in memory.
             self.sink = RunWriter(run_dir)
         self.records = Records(None if self.sink is None else self.sink.stored)
         self.history = History()
@@ -90,6 +91,8 @@ class Journal:
         # Rates are measured between executions; the time between two fits is not training.
         if self._logged is not None:
             self._logged.restart()
+        # `begin` clears the flag: a second `open` without one belongs to the same fit, whose
+        # records go on.
         goes_on, self._is_open = self._is_open, True
         try:
             with self.sink.fitting(info(), goes_on) if self.sink is not None else nullcontext():
@@ -154,6 +157,7 @@ class Journal:
 
     def one(self, results: Results) -> dict[str, Any]:
         """The values of one execution, one per step: means over microbatches and replicas."""
+        # A history of its own, so that means and weights follow the rules of the history itself.
         alone = History(results.first_step, self.history.microbatches, self.history.replicas)
         alone.add(results.scalars, results.weights)
         return {name: alone[name] for name in alone}

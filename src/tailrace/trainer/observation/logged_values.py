@@ -88,6 +88,7 @@ def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def reduce(value: object) -> Any:
         return function(value)
 
+    # A record's kind is the name of its reduction.
     reduce.__name__ = f"log:{name}"
     return reduce
 
@@ -132,6 +133,8 @@ class LoggedValues:
         schedule: Any = self._asked.get(RATE)
         if callable(schedule):
             steps = range(results.first_step, results.first_step + shape[0])
+            # On the host: a schedule is a function of the step alone, and this one is only for the
+            # log.
             values[RATE] = np.array([float(np.asarray(schedule(step))) for step in steps])
         rates = self._rates(results.steps / seconds)
         values.update({name: np.full(shape[0], rate) for name, rate in rates.items()})

@@ -19,9 +19,9 @@ class Monitor:
     """The best of a logged value so far.
 
     Args:
-        name: of the value.
-        mode: "min", "max" or "auto", which goes by the name.
-        min_delta: by how much a value must be better to count.
+        name: the name of the value.
+        mode: "min", "max" or "auto", which decides by the name.
+        min_delta: the smallest change that counts as an improvement.
 
     >>> accuracy = Monitor("val_accuracy")
     >>> accuracy.improves({"val_accuracy": 0.5}), accuracy.improves({"val_accuracy": 0.4})
@@ -33,6 +33,7 @@ class Monitor:
             raise OptionError(f"monitor is the name of a logged value. Received: {name!r}.")
         if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
             raise OptionError(f"mode is 'auto', 'min' or 'max'. Received: {mode!r}.")
+        # A metric's own name, without its scope: "accuracy_head/loss" is a loss.
         last = name.rsplit("/", 1)[-1].lower()
         larger = mode == "max" or (
             mode == "auto" and any(part in last for part in LARGER_IS_BETTER)

@@ -145,7 +145,7 @@ def diagnose(
     microbatches: int,
     reading: tuple[int, int, int] | None = None,
 ) -> NonFiniteError:
-    """Replay the bad step from the elements kept on the host; the error that tells about it."""
+    """Replay the bad step from the elements kept on the host; the error that describes it."""
     step, replica, names = bad
     replicas, local = runner.placement.replicas, runner.placement.local_replicas
     # The elements of a replica are on the host of the process that feeds it.

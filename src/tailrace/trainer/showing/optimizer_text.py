@@ -23,6 +23,7 @@ def optimizer_text(optimizer: Any) -> str:
     >>> optimizer_text(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9))
     'sgd(learning_rate=0.1, momentum=0.9, nesterov=False)'
     """
+    # Only for people, and for a note about another optimizer: nothing is decided by this text.
     update = getattr(optimizer, "update", None)
     if not callable(update) or not hasattr(update, "__code__"):
         return type(optimizer).__name__
@@ -49,6 +50,7 @@ def _injected(optimizer: Any) -> str | None:
 
 def _parts(function: Callable[..., Any], seen: list[int]) -> list[str]:
     """The transformations that an update is made of."""
+    # A user's transformation may refer to itself, or nest without end.
     if id(function) in seen or len(seen) > MOST:
         return []
     seen.append(id(function))

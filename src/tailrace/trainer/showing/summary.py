@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import shown, size_text
 from tailrace.records.html_table import html_table
+from tailrace.trainer.costs.explanation import tree_bytes
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
@@ -26,8 +26,8 @@ class Part:
 
     Attributes:
         name: the scope, or the parameter.
-        count: how many numbers.
-        nbytes: their bytes.
+        count: how many values.
+        nbytes: their size in bytes.
         form: dtype and shape of a parameter; how many parameters a scope has.
     """
 
@@ -95,9 +95,9 @@ def summarise(engine: Engine) -> Summary:
     named = [(path_name(path) or "params", leaf) for path, leaf in leaves]
     keeping = engine.memory.keeping
     memory = {
-        "parameters": _bytes(form.params),
-        "optimizer state": keeping.device_bytes if keeping else _bytes(form.optimizer_state),
-        "model state": _bytes(form.model_state),
+        "parameters": tree_bytes(form.params),
+        "optimizer state": keeping.device_bytes if keeping else tree_bytes(form.optimizer_state),
+        "model state": tree_bytes(form.model_state),
     }
     flops = None
     if engine.has_program:
@@ -110,10 +110,11 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
     """One row a parameter, or a scope where there are too many, as deep as rows allow."""
     if len(named) <= MOST_ROWS:
         return tuple(
-            Part(name, leaf.size, _bytes(leaf), f"{leaf.dtype}{list(leaf.shape)}")
+            Part(name, leaf.size, tree_bytes(leaf), f"{leaf.dtype}{list(leaf.shape)}")
             for name, leaf in named
         )
     groups: dict[str, list[Any]] = {}
+    # The deepest level whose scopes still fit into the table.
     for depth in range(1, 10):
         deeper: dict[str, list[Any]] = {}
         for name, leaf in named:
@@ -122,13 +123,9 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
             break
         groups = deeper
     return tuple(
-        Part(name, sum(x.size for x in held), _bytes(held), f"{len(held)} parameters")
+        Part(name, sum(x.size for x in held), tree_bytes(held), f"{len(held)} parameters")
         for name, held in groups.items()
     )
-
-
-def _bytes(tree: Tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def flops_text(flops: float) -> str:

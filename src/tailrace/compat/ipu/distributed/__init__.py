@@ -1,4 +1,9 @@
-"""Several processes, with the original's names; collectives between hosts are not supported."""
+"""Several processes, with the original's names; collectives between hosts are not supported.
+
+In: processes that `tailrace launch` or `tr.distributed.initialize` has joined. Out: a strategy over all
+of them.
+Rule: nothing here starts or joins processes.
+"""
 
 from tailrace.compat.originals.missing import missing_from
 

@@ -94,6 +94,8 @@ class Deferred:
 
     def __init__(self, compute: Callable[[Feed], Any], name: str = "deferred") -> None:
         self._compute, self.name = compute, name
+        # Noted where it is described: a session runs these first, as `tf.control_dependencies`
+        # promises.
         self._before = control_inputs()
 
     def value(self, feed: Feed) -> Any:
@@ -106,17 +108,19 @@ class Deferred:
         return feed[id(self)]
 
     def eval(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> Any:
-        """The value, in a session or the one around."""
+        """The value, in a session or the enclosing one."""
         found = session or current_session()
         return found.run(self, feed_dict)
 
     def run(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> None:
-        """Compute it, in a session or the one around."""
+        """Compute it, in a session or the enclosing one."""
         self.eval(feed_dict, session)
 
     @property
     def shape(self) -> Any:
         """The shape; None for a length that only a run shows."""
+        # Traced with two lengths for what is unknown: an axis that differs depends on it. Neither
+        # is 1, which would broadcast.
         few, more = self._form(2).shape, self._form(3).shape
         return later["shape"](a if a == b else None for a, b in zip(few, more, strict=True))
 
@@ -180,6 +184,7 @@ class Step(Deferred):
     def _run(self, feed: Feed) -> Any:
         if current() is not None:  # a part of the program around
             return self._action(feed)
+        # A program for each set of fed placeholders: those are its inputs.
         keys = tuple(feed.fed)
         if keys not in self._programs:
             self._programs[keys] = self._program(keys)

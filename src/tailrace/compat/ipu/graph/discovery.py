@@ -53,6 +53,7 @@ def keras_scope() -> Iterator[None]:
 
     class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
         def get_current_value(self, variable: VariableLike) -> Any:
+            # Keras takes None for "no value here", and then returns the variable's own.
             return inside("a Keras variable").read(variable)
 
         def add_update(self, update: Any) -> None:

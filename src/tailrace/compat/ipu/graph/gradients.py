@@ -53,6 +53,8 @@ def gradients(loss: TensorLike, variables: Sequence[Any]) -> list[Any]:
     context = active()
     # A captured gradient is the gradient with respect to a zero that was added at that place.
     zeros = [zero for each in context.zeros.values() for zero in each] if context else []
+    # Only noted as an equation: which equations are between the sources and the loss is known when
+    # the whole function has been traced (`evaluate`).
     found = _gradients_p.bind(loss, *map(_value, variables), *zeros)
     if context:
         context.filled(found[len(variables) :])

@@ -55,4 +55,6 @@ def _make(plain: Callable[..., Any], optimizer: OptimizerLike, *args: Any, **kwa
 
     twin, rate = prepared(kept(), "keras optimizer", make)
     rate.now = given
+    # The same dict, not a copy: the variables and the counter of steps are one for all traces. Past
+    # Keras' own `__setattr__`, which tracks attributes.
     object.__setattr__(optimizer, "__dict__", vars(twin))

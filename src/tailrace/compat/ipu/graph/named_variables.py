@@ -29,7 +29,7 @@ class VariableScope:
 
     Attributes:
         name: what names begin with; empty outside all scopes.
-        initializer: for variables that have none of their own.
+        initializer: the initializer of variables that have none of their own.
 
     >>> from tailrace.compat import ipu
     >>> with ipu.variable_scope("encoder") as scope:
@@ -100,6 +100,8 @@ def get_variable(
 
         return Variable(initial, trainable, full, dtype)
 
+    # The name is the identity: each trace of a program asks again, and finds the variable of the
+    # trace before.
     found = prepared(_store.get(), full, make)
     if shape is not None and found.shape != tuple(shape):
         raise IPUValueError(
@@ -121,7 +123,7 @@ def variable_scope(
     Args:
         name_or_scope: a name, or what an earlier `with variable_scope(...) as scope` gave.
         default_name: the name if there is none.
-        initializer: for variables inside that have none of their own.
+        initializer: the initializer of variables inside that have none of their own.
         **_: `reuse`, `use_resource`...: without effect.
 
     >>> from tailrace.compat import ipu
@@ -203,6 +205,7 @@ _collections: dict[int, tuple[Store, dict[str, list[Any]]]] = {}
 def collections_of_graph() -> dict[str, list[Any]]:
     """What a program has put into collections of the graph around, by their names."""
     store = _store.get()
+    # With the store itself, so that its id is not used again by another graph's.
     return _collections.setdefault(id(store), (store, {}))[1]
 
 
@@ -280,6 +283,7 @@ def _usual(name: str) -> Callable[..., Any]:
         field = math.prod(shape[:-2])
         fans = [field * size for size in shape[-2:]] or [1]
         limit = math.sqrt(6.0 / max(1, fans[0] + fans[-1]))
+        # crc32, not `hash`, which Python salts in every process.
         random = np.random.default_rng([zlib.crc32(name.encode()), _seed[0]])
         return jnp.asarray(random.uniform(-limit, limit, shape), dtype)
 

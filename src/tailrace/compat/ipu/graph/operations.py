@@ -32,7 +32,7 @@ class Undelivered(list[Any]):
 
 
 def tensors_of(out: Tree, what: str, at_most: int | None = None) -> list[Any]:
-    """The tensors that a function returned; operations behind them are left away.
+    """The tensors that a function returned; operations after them are left out.
 
     Args:
         out: what it returned: nothing, a value, or a list.

@@ -43,7 +43,7 @@ class Result:
         return ended
 
     def with_values(self, values: list[Any]) -> Any:
-        """The same structure with these tensors; operations left away."""
+        """The same structure with these tensors; operations are left out."""
         rest = iter(values)
 
         def again(out: Tree) -> Any:
@@ -56,6 +56,7 @@ class Result:
         if not values:
             return None
         found = again(self._out)
+        # A list also for one value, as a session of the original returned it.
         return found if isinstance(found, list | dict) else [found]
 
     def as_returned(self, values: list[Any]) -> Any:

@@ -29,8 +29,8 @@ from tailrace.errors import ProgramError
 class Prepare(BaseException):
     """Something must be made before the program can be traced: variables of an optimizer.
 
-    It leaves the trace (so it is no Exception, which a program might catch); `action` is then called
-    where arrays are concrete, and the trace starts over.
+    It leaves the trace (it is not an Exception, because a program might catch that); `action` is then
+    called where arrays are concrete, and the trace starts over.
     """
 
     def __init__(self, action: Callable[[], Any]) -> None:
@@ -87,7 +87,7 @@ class Found:
         infeeds: the infeeds that it reads, by number.
         pipelines: how many pipelines it runs.
         trains: whether one of them trains.
-        loops: how many loops it has besides.
+        loops: the number of its other loops.
         shards: how many devices one copy of it takes.
         keep: what optimizers made inside of it keep.
         limits: (whether it was reached, what to say) for each limit that a run may reach.
@@ -161,6 +161,7 @@ class Scope:
     ) -> Iterator[Scope]:
         """A scope for code that is traced apart, such as the body of a loop."""
         given = {id(variable): value for variable, value in zip(variables, values, strict=True)}
+        # `seen` is shared with the scope around: variables touched inside count as touched.
         inner = dataclasses.replace(self, values=given, around=self, **changes)
         token = _scope.set(inner)
         try:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
-from tailrace.compat.ipu.graph.deferred import Deferred, Step, describing, evaluated
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Step, describing, evaluated
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.named_variables import slot, trainable_variables
 from tailrace.compat.ipu.graph.operations import Operation
@@ -130,7 +130,7 @@ class Optimizer:
         """
         if isinstance(loss, Deferred):  # it has a value when a session runs
 
-            def minimize(feed: Any) -> Any:
+            def minimize(feed: Feed) -> Any:
                 return self.minimize(loss.value(feed), global_step, var_list, name, **kwargs)
 
             return Step(minimize, name or "minimize")
@@ -164,10 +164,12 @@ def _applied(plain: Callable[..., Any]) -> Callable[..., Any]:
         pairs = list(grads_and_vars)
         if describing() or any(isinstance(grad, Deferred) for grad, _ in pairs):
 
-            def apply(feed: Any) -> Any:
+            def apply(feed: Feed) -> Any:
                 return self.apply_gradients(evaluated(pairs, feed), *args, **kwargs)
 
             return Step(apply, "apply_gradients")
+        # Wrappers call `apply_gradients` of what they wrap: the step is counted once, by the
+        # outermost.
         outermost = not _applying.get()
         token = _applying.set(True)
         try:

@@ -88,7 +88,7 @@ class Variable:
         """The value.
 
         Args:
-            session: the session; None: the one around.
+            session: the session; None: the enclosing one.
         """
         return (session or current_session()).run(self)
 
@@ -104,7 +104,7 @@ class Variable:
         return np.asarray(self.value(), dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        # Without this numpy would compute `np.float32(2) * variable` itself, from its value of now.
+        # Without this numpy would compute `np.float32(2) * variable` itself, from its current value.
         if method != "__call__" or kwargs:
             return getattr(ufunc, method)(*map(np.asarray, inputs), **kwargs)
         return _computed(getattr(jnp, ufunc.__name__), *inputs)

@@ -2,6 +2,10 @@
 
 Models made in the scope of an `IPUStrategy` have the setters themselves (`set_pipelining_options` and
 similar); this package has what programs import by name.
+
+In: names of the original. Out: classes of `tailrace.keras`, and optimizers with the original's
+arguments.
+Rule: no behaviour of its own beyond arguments; what a model does is in `tailrace.keras`.
 """
 
 from __future__ import annotations

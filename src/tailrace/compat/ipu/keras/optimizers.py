@@ -29,7 +29,7 @@ def GradientAccumulationOptimizer(
         num_mini_batches: how many batches of a replica make a step; with 1, `opt` itself.
         offload_weight_update_variables: noted; see `set_gradient_accumulation_options`.
         replicated_optimizer_state_sharding: noted, likewise.
-        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        dtype: the dtype of accumulators: None, a dtype, or a function of the variable.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: the name of the wrapper.
 

@@ -1,4 +1,9 @@
-"""Operations of the original, by the modules they were in."""
+"""Operations of the original, by the modules they were in.
+
+In: values of a program that is being traced. Out: values of the same program.
+Rule: one file for one module of the original, with its name; what they need of variables and replicas
+is in `graph`.
+"""
 
 from tailrace.compat.ipu.ops import all_to_all_op as all_to_all_op
 from tailrace.compat.ipu.ops import control_flow_ops as control_flow_ops

@@ -72,7 +72,8 @@ def pipeline(
     Args:
         computational_stages: a function for each stage; a list of functions for concurrent ones.
         gradient_accumulation_count: how many mini-batches go through before the weights change.
-        gradient_accumulation_dtype: of the accumulators: None, a dtype, a function of the variable.
+        gradient_accumulation_dtype: the dtype of accumulators: None, a dtype, or a function of the
+            variable.
         gradient_accumulation_for_captured_grads: about captured gradients; without effect.
         repeat_count: how many times the whole is run, each with its update.
         batch_serialization_iterations: mini-batches that a stage takes before the next one runs.
@@ -97,7 +98,7 @@ def pipeline(
         continuous_weight_updates: refused, as in the original.
         outfeed_loss: send the loss out instead of the outputs.
         accumulate_outfeed: send out the sum over the mini-batches, once a run.
-        accumulate_outfeed_dtype: of that sum: None, a dtype, a function of the value.
+        accumulate_outfeed_dtype: the dtype of that sum: None, a dtype, or a function of the value.
         outfeed_mask: True for each output that is NOT sent out.
         reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients; or its name.
         name: what it is called.

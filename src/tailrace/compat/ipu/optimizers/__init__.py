@@ -1,6 +1,11 @@
 """Optimizers around optimizers: over replicas, over mini-batches, with mapped gradients.
 
 Each takes an optax transformation, a Keras optimizer, or one with the interface of the original.
+
+In: (gradient, variable) pairs, inside a program. Out: the same to the optimizer inside, and
+assignments.
+Rule: a wrapper changes gradients, or when they are applied; only the innermost optimizer changes
+weights.
 """
 
 from tailrace.compat.ipu.gradient_accumulation import (

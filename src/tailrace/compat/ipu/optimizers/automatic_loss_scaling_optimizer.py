@@ -32,14 +32,14 @@ class ALSOptimizer(IpuOptimizer):
         opt: the optimizer inside.
         initial_loss_scaling_factor: the scale at first, a power of two.
         update_frequency: after how many updates the scale is adapted.
-        increase_factor: by what it grows or shrinks, a power of two.
+        increase_factor: the factor by which it grows or shrinks, a power of two.
         max_loss_scaling_factor: it stays below this, a power of two.
         accumulate_statistics_over_update_period: whether every update counts, or only those in which
             the scale is adapted.
         ratio_threshold: the share of large gradients above which the scale shrinks.
         captured_grads_only: refused: gradients are not captured here.
         lpf_alpha: how much of the statistics is kept when new ones come.
-        histogram_bin_edge: from where on a gradient is large.
+        histogram_bin_edge: the size from which a gradient counts as large.
         name: what it is called.
 
     Raises:
@@ -110,6 +110,8 @@ class ALSOptimizer(IpuOptimizer):
                 Variable([0.0, 0.0], False, f"{name}/histogram"),
             )
 
+        # Variables cannot be made while a program is traced, and each trace makes this optimizer
+        # again: all traces share these.
         made = prepared(kept(), "scaling", make)
         self._scale, self._before, self._counter, self._histogram = made
 
@@ -237,7 +239,7 @@ class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
         num_mini_batches: how many gradients make an update.
         offload_weight_update_variables: noted; the state stays on the device.
         replicated_optimizer_state_sharding: noted, likewise.
-        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        dtype: the dtype of accumulators: None, a dtype, or a function of the variable.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: what it is called.
 

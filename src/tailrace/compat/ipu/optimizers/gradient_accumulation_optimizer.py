@@ -33,7 +33,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             multiple of this number of iterations.
         offload_weight_update_variables: noted; the state stays on the device.
         replicated_optimizer_state_sharding: noted, likewise.
-        dtype: of the accumulators: None for that of the variable, a dtype, or a function of the
+        dtype: the dtype of accumulators: None for that of the variable, a dtype, or a function of the
             variable. The inner optimizer gets gradients of that dtype.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: what it is called.
@@ -136,6 +136,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             made = [Variable(zero, trainable=False, name="accumulator") for zero in zeros]
             return Variable(jnp.int32(0), False, "mini-batches"), made, variables
 
+        # `variables` is kept with them, so that their ids are not used again.
         return prepared(self._made, tuple(map(id, variables)), make)
 
     def _check_loop(self) -> None:
@@ -204,7 +205,7 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
         num_mini_batches: how many gradients make an update.
         offload_weight_update_variables: noted; the state stays on the device.
         replicated_optimizer_state_sharding: noted, likewise.
-        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        dtype: the dtype of accumulators: None, a dtype, or a function of the variable.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: what it is called.
 

@@ -1,7 +1,7 @@
 """An inference pipeline, each stage on its device.
 
 What stages only read is what the engine's loop carries; stages that write variables run in plain loops
-on one device instead (`pipeline_model.infer`), because their order would matter.
+on one device instead (`stage_model.infer`), because their order would matter.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class OptimizerFunctionOutput:
     Args:
         opt: an optax transformation, a Keras optimizer, or one with the interface of the original.
         loss: the loss of the mini-batch.
-        compute_gradients_args: for `compute_gradients`: the list of variables.
+        compute_gradients_args: the arguments of `compute_gradients`: the list of variables.
         compute_gradients_kwargs: the same by name: `var_list`.
         apply_gradients_args: further arguments of `apply_gradients`.
         apply_gradients_kwargs: the same by name.

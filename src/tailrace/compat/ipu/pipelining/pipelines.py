@@ -49,6 +49,7 @@ def add(options: PipelineOptions) -> Operation:
         else:
             before = found.loops
             infer(options)
+            # The loops of the pipeline itself are not the program's; a loop around it is.
             found.loops = before + (scope.loop is not None)
     return Operation(options.name or "pipeline")
 

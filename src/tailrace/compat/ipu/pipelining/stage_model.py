@@ -42,6 +42,7 @@ def through_stages(
         flat: list[Any] = []
         origins: list[int | None] = []
         for member, function in enumerate(members):
+            # Nothing comes before the first member of the first stage.
             if number or member:
                 values = boundary(values, BESIDE if member else NEXT)
             at_stage()
@@ -70,7 +71,7 @@ def _origins(out: Tree, values: list[Any], sources: list[int | None]) -> list[in
 
 
 def outputs_of(out: Tree) -> list[Any]:
-    """The outputs of a stage as the arguments of the next one; operations left away."""
+    """The outputs of a stage as the arguments of the next one; operations are left out."""
     values = out if isinstance(out, list | tuple) else [out]
     return [
         jax.tree.map(as_array, value)

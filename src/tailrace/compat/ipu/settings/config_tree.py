@@ -54,6 +54,7 @@ class Category:
         # Around our own __setattr__, which takes every name for that of an option.
         object.__setattr__(self, "_declared", declared)
         object.__setattr__(self, "_name", name)
+        # Defaults are copied: a list that one configuration changes must not be another's.
         children = {
             key: Category(value, f"{name}{key}.") if isinstance(value, dict) else _copied(value)
             for key, value in declared.items()

@@ -87,5 +87,6 @@ def is_array(value: object) -> bool:
 def _identity(value: object) -> Any:
     """What a program is found again by: numbers and texts by value and kind, objects themselves."""
     if isinstance(value, int | float | str | bool | None):
+        # With the type: 1, 1.0 and True are equal as keys, but not as arguments of a program.
         return type(value), value
     return id(value)

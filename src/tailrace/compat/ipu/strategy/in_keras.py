@@ -85,6 +85,8 @@ class InKeras(Wrapper):
         variables = self._wrapped_variables
         grads = [jnp.zeros(v.shape, v.dtype) for v in variables]
         try:
+            # Keras asks `sees_each` before anything is traced, and a wrapper that sees every batch
+            # costs a pass over the gradients: so it is found out whether it is needed.
             found = self.each(grads, [], variables)
         except ProgramError:  # it sends something, for which there must be a program
             return False

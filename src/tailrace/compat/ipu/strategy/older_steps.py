@@ -57,6 +57,8 @@ def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: Te
     known = {id(variable): variable for variable in variables}
 
     def run(values: Sequence[Any], data: TensorLike) -> Any:
+        # Everything may be written: which variables such a step changes is not known, and Keras
+        # takes all of them back.
         scope = Scope(Found(variables=known, written=known), looking=False)
         scope.values.update(zip(known, values, strict=True))
         with keras_scope(), scope_of(scope):

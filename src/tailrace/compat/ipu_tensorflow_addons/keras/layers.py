@@ -191,14 +191,14 @@ class GroupNormalization(keras.layers.GroupNormalization):
     """`keras.layers.GroupNormalization`, with the original's arguments; also named `GroupNorm`.
 
     Args:
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
         groups: how many groups of channels.
         channels_axis: which axis has the channels.
         center: whether an offset is added.
         scale: whether there is a factor.
         epsilon: added to the variance.
-        beta_initializer: of the offset.
-        gamma_initializer: of the factor.
+        beta_initializer: the initializer of the offset.
+        gamma_initializer: the initializer of the factor.
         strided_channel_grouping: how the chip grouped channels; noted. Neighbours form a group here.
         trainable: whether offset and factor are trained.
         name: the layer's name.

@@ -126,6 +126,7 @@ def _setter(options: Any, path: str) -> Any:
         target = vars(target).get(part)
         if target is None:
             raise _Unreadable(path)
+    # Looked up on the class: an attribute of the object could hold any function.
     found = getattr(type(target), name, None)
     own = getattr(found, "__module__", "").startswith("tailrace.compat.poptorch")
     # The `set` of options themselves takes any value; that of `_Popart` is a setter, without effect.

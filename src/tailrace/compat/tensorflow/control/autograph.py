@@ -121,6 +121,8 @@ def _malt() -> Any:
             if self._extra_locals is None:
                 found = super().get_extra_locals()
                 ours = found["ag__"]
+                # Replaced in the module that rewritten code sees as `ag__`, after the library has
+                # made its own.
                 for name, operator in _operators(variables).items():
                     setattr(ours, name, operator)
             return self._extra_locals
@@ -169,6 +171,7 @@ def _operators(variables: Any) -> dict[str, Any]:
         names: Sequence[str],
         _: Any,
     ) -> None:
+        # Outside of a program an array is iterated by Python, row by row.
         if current() is not None and isinstance(iter_, jax.Array | loops.Range):
             loops.for_loop(iter_, body, symbols(names, get_state, set_state), extra_test)
             return
@@ -187,6 +190,8 @@ def _operators(variables: Any) -> dict[str, Any]:
         names: Sequence[str],
         _: Any,
     ) -> None:
+        # Asked again in each pass: a condition may be Python's at first, and the device's once the
+        # body has changed what it reads.
         while True:
             wanted = test()
             if is_device_value(wanted):
@@ -252,6 +257,7 @@ def converted_call(
 ) -> Any:
     """A call in rewritten code: of the user's functions, which are rewritten too, or of others."""
     kwargs = kwargs or {}
+    # They look at the frame of their caller, which after rewriting is another one.
     if f is super or f is locals or f is globals or f is eval:
         malt: Any = sys.modules["malt.impl.api"]
         return malt.converted_call(f, args, kwargs, *_, **__)
@@ -263,6 +269,7 @@ def converted_call(
 
 
 def _once(f: Callable[..., Any]) -> Any:
+    # The mark of a function that was rewritten already.
     if not is_user_code(f) or hasattr(f, "autograph_info__"):
         return f
     return converted(f)

@@ -46,6 +46,9 @@ def either(
 ) -> list[Any]:
     """What one of two functions returns: values of one form; variables that they change are carried."""
     scope = inside("a branch over a value of the device")
+    # All that the program changes anywhere: what a branch writes is known only from its trace. In
+    # the first look it is not known yet, and both branches run one after the other, only to be
+    # seen.
     carried = [] if scope.looking else scope.found.carried()
     given = [scope.read(variable) for variable in carried]
     ways = [_Way(one, scope, carried, given) for one in (body, orelse)]
@@ -91,6 +94,8 @@ class _Way:
             with scope.inner():
                 self.out = function()
             return
+        # Traced here, before `lax.cond`, which would trace each branch without knowing what the
+        # other one returns. Gradients asked for inside are answered when it is run.
         self._closed, form = jax.make_jaxpr(self._run, return_shape=True)(given)
         self._structure = jax.tree.structure(form)
 

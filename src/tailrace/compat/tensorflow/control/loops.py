@@ -27,6 +27,7 @@ class Range:
 
     def __init__(self, start: TensorLike, limit: TensorLike, delta: TensorLike) -> None:
         self.start, self.delta = start, delta
+        # Rounded up: floor division of the negative, which holds for both signs of delta.
         self.length = jnp.maximum(0, -((start - limit) // delta))
 
     def __getitem__(self, index: TensorLike) -> Any:
@@ -48,6 +49,8 @@ def for_loop(
     loop = _Loop(symbols, "A loop")
 
     def one_pass(index: TensorLike, *arrays: Any) -> Any:
+        # Names are those of the rewritten function: they must hold this pass's values before its
+        # code runs.
         loop.enter(arrays)
         body(items[index])
         return index + 1, *loop.left()
@@ -116,6 +119,8 @@ class _Loop:
         for number, (before, value) in enumerate(zip(started, values, strict=True)):
             if before is MISSING and value is not MISSING:
                 one = split([value])
+                # Only what is made of arrays: an object that first appears in a loop cannot be
+                # carried.
                 if one.arrays and all(each is None for each in one.kept):
                     self._forms[number] = jax.tree.map(
                         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),

@@ -92,6 +92,7 @@ def _is_whole(value: TensorLike) -> bool:
 
 def is_carried(value: TensorLike) -> bool:
     """Whether a value is one of the device's: an array or a number."""
+    # A variable has its value in the scope, which loops carry by themselves.
     if is_variable(value):
         return False
     return isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)

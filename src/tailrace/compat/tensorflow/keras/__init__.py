@@ -2,6 +2,9 @@
 
 Names are Keras' own, in Keras' own modules. Beside them: `keras.ipu`, modules that older versions had,
 and arguments that Keras 3 has dropped, where their meaning is plain (`older.py`).
+
+In: names of `tensorflow.keras`. Out: Keras 3's own objects.
+Rule: Keras' classes are not replaced; arguments are translated before Keras sees them.
 """
 
 from __future__ import annotations

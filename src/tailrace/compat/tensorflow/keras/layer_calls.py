@@ -44,6 +44,7 @@ def _init(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kw
         call = vars(kind).get("call")
         is_own = kind.__module__.split(".")[0] not in ("keras", "tailrace")
         if is_own and inspect.isfunction(call) and not hasattr(call, "tailrace_rewritten"):
+            # On the class that defines it, once: a subclass may call it through `super()`.
             kind.call = _called(call)
     plain(layer, *args, **kwargs)
 

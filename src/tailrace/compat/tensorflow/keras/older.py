@@ -84,6 +84,7 @@ def _input(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **k
         kwargs["shape"] = kwargs.pop("input_shape")
         _note("InputLayer(input_shape=...)", "shape=...")
     shape = args[0] if args else kwargs.get("shape")
+    # Programs write `shape=(4)`, which Python reads as 4.
     if isinstance(shape, int):
         _note(f"shape=({shape})", f"shape=({shape},)")
         if args:

@@ -34,6 +34,8 @@ def range_(
     start, limit = (0, start) if limit is None else (start, limit)
     if any(map(is_device_value, (start, limit, delta))):
         return Range(jnp.asarray(start), jnp.asarray(limit), jnp.asarray(delta))
+    # Python numbers, so that the dtype follows from the values as in TensorFlow: an array would
+    # bring its own.
     given = [each.item() if hasattr(each, "item") else each for each in (start, limit, delta)]
     return jnp.arange(*given, dtype=None if dtype is None else narrowed(dtype))
 
@@ -77,6 +79,7 @@ def case(
     if default is None:
         (_, default), pairs = pairs[-1], pairs[:-1]
     chosen: Any = default
+    # From the last to the first: each condition is asked only if those before it did not hold.
     for pred, function in reversed(pairs):
         chosen = functools.partial(cond, pred, function, chosen)
     return chosen()

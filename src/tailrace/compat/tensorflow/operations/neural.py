@@ -81,6 +81,7 @@ def crelu(features: TensorLike, axis: int = -1) -> Any:
 def sigmoid_cross_entropy_with_logits(labels: TensorLike = None, logits: TensorLike = None) -> Any:
     """The cross entropy of independent probabilities, for each element."""
     logits, labels = tensor(logits), tensor(labels)
+    # The form that does not overflow for large logits of either sign.
     less = ops.log1p(ops.exp(ops.negative(ops.absolute(logits))))
     return ops.add(ops.subtract(ops.relu(logits), ops.multiply(logits, labels)), less)
 
@@ -286,6 +287,7 @@ def conv2d_transpose(
             f"tf.nn.conv2d_transpose goes the way of a convolution back. One of an output of shape "
             f"{shape} has the shape {jax.eval_shape(forward, wanted).shape}. Received: {given.shape}."
         )
+    # What TensorFlow defines it as, so padding and strides agree without rules of their own.
     (found,) = jax.linear_transpose(forward, wanted)(given)
     return found
 

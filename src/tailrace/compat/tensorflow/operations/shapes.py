@@ -40,6 +40,7 @@ def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None
     if shape is None:
         return found
     wanted = shape_of(shape)
+    # TensorFlow fills a shape with a single value, and reshapes anything else.
     if found.size == 1:
         return jnp.broadcast_to(found.reshape(()), wanted)
     return jnp.reshape(found, wanted)
@@ -229,6 +230,7 @@ def split(value: TensorLike, num_or_size_splits: Any, axis: int = 0, num: int | 
         return list(parts)
     sizes = list(shape_of(num_or_size_splits))
     if -1 in sizes:
+        # The sum counts the -1 itself.
         sizes[sizes.index(-1)] = tensor(value).shape[axis] - sum(sizes) - 1
     parts = ops.split(tensor(value), list(np.cumsum(sizes)[:-1]), axis=axis)
     return list(parts)
@@ -420,6 +422,8 @@ def boolean_mask(tensor: TensorLike, mask: TensorLike, axis: int | None = None) 
 @operation("unique")
 def unique(x: TensorLike, out_idx: DTypeLike = "int32") -> Any:
     """The different values in the order in which they come, and for each element which it is."""
+    # NumPy sorts the values; TensorFlow keeps the order in which they come. On the host: how many
+    # there are is a shape.
     values, first, inverse = np.unique(np.asarray(x), return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank_of = np.argsort(order)

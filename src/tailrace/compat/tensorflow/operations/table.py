@@ -88,11 +88,14 @@ def mapped(function: Callable[[Any], Any], value: TensorLike) -> Any:
 
 def _kind(given: object, draws: bool) -> str:
     found, in_graph = "here", describing()
+    # Random numbers are drawn anew in each run, and what has control inputs must wait for them.
     if in_graph and (draws or control_inputs()):
         return "deferred"
     for leaf in leaves(given):
         if isinstance(leaf, Deferred) or (in_graph and is_variable(leaf)):
             return "deferred"
+        # Inside of `dataset.map` values are TensorFlow's and have none yet; strings exist only
+        # there.
         if host.is_tensor(leaf) and (host.is_symbolic(leaf) or not host.is_numeric(leaf)):
             found = "host"
     return found

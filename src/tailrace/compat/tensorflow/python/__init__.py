@@ -2,6 +2,8 @@
 
 `tensorflow.python.ipu` is `tailrace.compat.ipu`; `tensorflow.python.keras` is `tensorflow.keras`;
 modules of operations (`tensorflow.python.ops.math_ops`) have what is at the top.
+
+In and out: names. Rule: nothing is defined here; every name leads to where it is defined.
 """
 
 from __future__ import annotations

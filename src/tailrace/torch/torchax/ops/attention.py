@@ -51,6 +51,7 @@ def attend(
             key, value = (_repeated(part, query.shape[-3]) for part in (key, value))
         drop = _dropping(dropout_p, env) if dropout_p else _kept
         rows, columns = query.shape[-2], key.shape[-2]
+        # Not with dropout, whose one key would give every block the same mask.
         in_blocks = not dropout_p and rows * columns >= LONG and rows % BLOCK == 0
         form = _blockwise if in_blocks else _plain
         out = form(query, key, value, mask, is_causal, scale, drop)
@@ -136,6 +137,8 @@ def _blockwise(
     """Some queries at a time: their scores exist only while their block is computed."""
     count = query.shape[-2] // BLOCK
 
+    # The scores of a block are not kept for the backward pass, which is the point of computing in
+    # blocks.
     @jax.checkpoint
     def block(number: Any) -> Any:
         first = number * BLOCK

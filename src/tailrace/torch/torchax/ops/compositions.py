@@ -81,6 +81,8 @@ def _unpooled(x: TensorLike, indices: TensorLike, output_size: ShapeLike, *_: An
     lead = x.shape[: x.ndim - dims]
     zeros = jnp.zeros((*lead, int(np.prod(output_size))), x.dtype)
     x, places = x.reshape(*lead, -1), indices.reshape(*lead, -1)
+    # The values and the gradient by separate ways: of several values for one place the last is put,
+    # which JAX differentiates as if only that one counted.
     fixed = jax.lax.stop_gradient(x)
     out = jnp.put_along_axis(zeros, places, fixed, -1, inplace=False)
     # Of several maxima that go to one place, each has the whole gradient.
@@ -139,6 +141,7 @@ def grid_sampler_3d(
 
 def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: TensorLike) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
+    # zeta(x, q) = q**-x + zeta(x, q + 1), applied until the argument is positive.
     shifts = 24
     negative = q <= 0
     safe = jnp.where(negative, q + shifts, q)
@@ -175,6 +178,8 @@ def _repeat_interleave(
 
 def _of_triangle(x: TensorLike, upper: bool) -> Any:
     """The symmetric matrix that one triangle says, with PyTorch's gradient: a symmetric one."""
+    # The value is that of the triangle, the gradient that of the symmetric part: the rest is added
+    # without one.
     even = (x + jnp.swapaxes(x, -1, -2).conj()) / 2
     part, off = (jnp.triu(x), jnp.triu(x, 1)) if upper else (jnp.tril(x), jnp.tril(x, -1))
     read = part + jnp.swapaxes(off, -1, -2).conj()
@@ -241,6 +246,8 @@ def _products_backward(dim: int, kept: TensorLike, slope: TensorLike) -> tuple[A
     """The product of the other factors: without a division by 0, and right if one of them is 0."""
     base, source, index = kept
     at = _places(index, dim)
+    # With two zero factors every gradient is 0; with one, only that factor has one: the product of
+    # the others.
     zeros = (base == 0).astype(jnp.int32).at[at].add((source == 0).astype(jnp.int32))
     rest: Any = _products(*(jnp.where(part == 0, 1, part) for part in (base, source)), index, dim)
 

@@ -33,7 +33,7 @@ def _batch_norm(
 ) -> Any:
     """Batch normalisation that also updates the running statistics, as PyTorch's does."""
     x = input.jax()
-    if not x.size:  # of nothing there are no statistics
+    if not x.size:  # an empty batch has no statistics
         return watch.tensor(x)
     axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
@@ -47,6 +47,7 @@ def _batch_norm(
         mean = wide.mean(axes)
         var = jnp.square(wide - mean.reshape(shape)).mean(axes)
         if running_mean is not None:
+            # PyTorch normalises by the biased variance and keeps the unbiased one.
             unbiased = var * (count / (count - 1))
             _advance(running_mean, mean, momentum)
             _advance(running_var, unbiased, momentum)
@@ -101,6 +102,7 @@ def _advance(state: Tree, value: TensorLike, momentum: float) -> None:
     """Move a running statistic towards that of this batch."""
     old = state.jax()
     new = old * (1 - momentum) + value.astype(old.dtype) * momentum
+    # Running statistics carry no gradient from batch to batch.
     state.apply_jax_(lambda _: jax.lax.stop_gradient(new))
 
 
@@ -158,6 +160,7 @@ def _embedding_bag(
         starts = offsets.jax()
         starts = starts[:-1] if include_last_offset else starts
         count = starts.shape[0]
+        # The bag of each entry: the last one that starts at or before it.
         bags = jnp.searchsorted(starts, jnp.arange(index.size), side="right") - 1
     index = index.ravel()
     kept = (

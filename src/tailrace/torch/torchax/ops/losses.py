@@ -39,6 +39,7 @@ def _nll_loss(
     classes = classes.astype(jnp.int32)
     shape = (-1, *(1,) * (x.ndim - 1 - axis))
     counted = classes != ignore_index
+    # -1 is no class, so an ignored row hits nothing.
     chosen = jnp.expand_dims(jnp.where(counted, classes, -1), axis)
     hit = chosen == jnp.arange(x.shape[axis]).reshape(shape)
     loss = -jnp.where(hit, x, 0).sum(axis)
@@ -152,6 +153,7 @@ def _ctc_loss(
     unused, lengths = padding(target_lengths, labels.shape[1])
     loss = optax.ctc_loss(logits, unread, labels, unused, blank_id=blank)
     if zero_infinity:
+        # optax has a large number, 1e5, in place of infinity.
         loss = jnp.where(loss > 1e4, 0, loss)
     if reduction == "mean":
         return watch.tensor((loss / jnp.maximum(lengths, 1)).mean())

@@ -30,6 +30,8 @@ def _polynomial(first: Callable[..., Any], following: Callable[..., Any]) -> Cal
 
         def further(k: TensorLike, pair: TensorLike) -> Any:
             before, now = pair
+            # One loop to the highest degree; entries of a lower one stop changing when theirs is
+            # reached.
             reached = k <= degree
             after = following(k.astype(x.dtype), x, now, before)
             return jnp.where(reached, now, before), jnp.where(reached, after, now)
@@ -49,6 +51,8 @@ def _chebyshev(first: Callable[..., Any], at_angle: Callable[..., Any]) -> Calla
     def run(x: TensorLike, n: TensorLike) -> Any:
         x, degree = jnp.broadcast_arrays(_floats(x), jnp.asarray(n))
         by_angle = (jnp.abs(x) < 1) & (degree > most)
+        # 0 where it is not used: the derivative of arccos is infinite at 1, and both sides of a
+        # `where` are differentiated.
         angle = jnp.arccos(jnp.where(by_angle, x, 0))
         wave = at_angle(jnp.trunc(degree).astype(x.dtype), angle)
         return jnp.where(by_angle, wave, polynomial(x, jnp.where(by_angle, 0, degree)))

@@ -59,6 +59,7 @@ def _take_along_dim(
 def _fill_diagonal(watch: Watch, input: TensorLike, fill_value: float, wrap: bool = False) -> Any:
     """In place; PyTorch's own writes through a view of the storage, which there is none of here."""
     x = input.jax()
+    # The distance in memory of two neighbours on the diagonal: one step along every axis.
     step = sum(math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
     end = None if wrap and x.ndim == 2 else (min(x.shape) - 1) * step + 1
     filled = x.ravel().at[slice(0, end, step)].set(fill_value).reshape(x.shape)

@@ -1,4 +1,7 @@
-"""`tensorflow.compat.v1`: sessions, placeholders, variables by name, optimizers, losses."""
+"""`tensorflow.compat.v1`: sessions, placeholders, variables by name, optimizers, losses.
+
+In and out: names. Rule: a list of names; what they do is in `tensorflow/v1` and `ipu/graph`.
+"""
 
 from __future__ import annotations
 
