@@ -1,6 +1,7 @@
 """Bad numbers: steps that are skipped, up to a limit, and bundles of the step that stopped."""
 
 import json
+import os
 import random
 
 import jax
@@ -154,6 +155,18 @@ def test_a_damaged_bundle(tmp_path):
             assert found[1] == expected[1]
         file.write_bytes(content)
     assert whole < 20
+
+
+def test_a_pipe_in_a_bundle_is_not_waited_for(tmp_path):
+    pytest.importorskip("safetensors")
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    with pytest.raises(NonFiniteError):
+        trainer_of(observe=[guard], on_nonfinite=None).fit(elements(), steps=16)
+    arrays = tmp_path / "bundle" / "arrays.safetensors"
+    arrays.unlink()
+    os.mkfifo(arrays)
+    with pytest.raises(CheckpointError, match="is a pipe, a socket or a device"):
+        read_bundle(tmp_path / "bundle")
 
 
 def test_bfloat16_survives_a_bundle(tmp_path):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.counts import is_whole
-from tailrace.data.files import json_checksum, read_json
+from tailrace.data.files import json_checksum, open_regular, read_json
 from tailrace.data.paths import check_path
 from tailrace.errors import CheckpointError, MissingDependency, NonFiniteError
 from tailrace.messages import logger
@@ -89,6 +89,8 @@ def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
             raise CheckpointError(
                 f"The bundle {str(where)!r} has form {note['format']!r}; this version reads {FORMAT}."
             )
+        # safetensors opens what it is given, and would wait for ever for a pipe of this name.
+        open_regular(where / ARRAYS, CheckpointError).close()
         stored = library.load_file(str(where / ARRAYS))
         arrays = {name: stored[name].view(jnp.dtype(kind)) for name, kind in note["dtypes"].items()}
         _check_note(note, arrays)
