@@ -122,15 +122,34 @@ def read_bytes(
     Raises:
         OSError: as `open` does.
     """
+    with open_regular(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        _check_size(path, size, error, limit, description)
+        return file.read(size)  # not further, if it has grown meanwhile
+
+
+def check_description(path: str | os.PathLike[str], error: type[TailraceError]) -> None:
+    """Refuse a description (JSON) that is too large, where another library reads it.
+
+    Raises:
+        OSError: as `os.stat` does.
+    """
+    _check_size(path, os.stat(path).st_size, error, None, description=True)
+
+
+def _check_size(
+    path: str | os.PathLike[str],
+    size: int,
+    error: type[TailraceError],
+    limit: int | None,
+    description: bool,
+) -> None:
     most, share = read_limit() if limit is None else limit, 1
     if description:
         share = _DESCRIPTION_SHARE
         most = max(_DESCRIPTION_LEAST, most // share)
-    with open_regular(path, error) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
-        return file.read(size)  # not further, if it has grown meanwhile
+    if size > most:
+        raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
 
 
 def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceError]) -> bytes:

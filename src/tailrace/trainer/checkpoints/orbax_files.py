@@ -170,6 +170,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
         found = orbax.metadata(str(path))
         said = found.custom_metadata
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
+        padded = [name for name, m in found.metadata.items() if _is_padded(m)]
         version = said["format"]
         forms = {
             name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
@@ -185,10 +186,21 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
             f"form {FORMAT}. Use the version that wrote it."
         )
     expected = {name: (form.shape, form.dtype) for name, form in forms.items() if form.size}
-    if not whole or (expected and stored != expected):
+    if not whole or padded or (expected and stored != expected):
         raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
     _check_size(path, forms)
     return note, forms
+
+
+def _is_padded(described: Any) -> bool:
+    """Whether the chunks of an array are larger than it is: memory is taken for whole chunks."""
+    stored = getattr(described, "storage_metadata", None)
+    chunks = [getattr(stored, name, None) for name in ("chunk_shape", "write_shape")]
+    return any(
+        own > max(1, size)
+        for chunk in filter(None, chunks)
+        for own, size in zip(chunk, described.shape, strict=True)
+    )
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

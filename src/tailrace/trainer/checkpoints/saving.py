@@ -327,8 +327,7 @@ def bring_to(
     begun = progress.epochs - between_passes
     again = begun + bool(progress.first_epoch)
     if source.fast is None and source.restartable and "source" not in position:
-        for epoch in range(again - 1):
-            next(source.iterate(epoch), None)
+        feed.pass_by(dataset, again - 1)
     if again:
         feed.start_epoch(dataset, progress.first_epoch + begun)
     feed.set_state(position)
