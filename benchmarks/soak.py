@@ -3,13 +3,13 @@
     python -m benchmarks.soak [--steps N] [--run-dir DIR] [--checkpoint DIR]
 
 Trains a small model for 2,000,000 steps with taps, an outfeed that is read in a callback, a run
-directory, and a checkpoint every 10,000 steps. After each tenth it prints resident memory, threads, open
-files and how many programs were compiled; a checkpoint that is being written is waited for. Flat means:
-after the first tenth, memory grows by less than 2 %, and nothing else grows. What must grow is the
-history in memory, 4 bytes a step and value. Memory is what is in use; in brackets with what the allocator
-keeps of what was freed. Each checkpoint has the whole history, and threads of Orbax write it: glibc keeps
-what they have freed in small pieces. So it is told here to give larger blocks back to the system; with
-`--plain` it is not.
+directory, and a checkpoint every 10,000 steps. After each tenth it prints resident memory, threads,
+open files and how many programs were compiled; a checkpoint that is being written is waited for.
+Flat means: after the first tenth, memory grows by less than 2 %, and nothing else grows. What must
+grow is the history in memory, 4 bytes a step and value. Memory is what is in use; in brackets with
+what the allocator keeps of what was freed. Each checkpoint has the whole history, and threads of
+Orbax write it: glibc keeps what they have freed in small pieces. So it is told here to give larger
+blocks back to the system; with `--plain` it is not.
 """
 
 import argparse
