@@ -210,3 +210,27 @@ def test_a_signal_while_elements_are_skipped(killed, blocking):
     trainer.fit(iter(X), steps=12, checkpoint=killed)
     assert_bits_equal(trainer.state, expected.state)
     assert_bits_equal(trainer.history.loss, expected.history.loss)
+
+
+# -- fits without checkpoints in between ------------------------------------------------------------
+
+
+def test_a_fit_without_checkpoints_does_not_cut_what_follows(tmp_path):
+    """Rows of finished fits do not come again: the run keeps them."""
+
+    def script(run_dir, finish=True):
+        trainer, kept = trainer_of(run_dir=run_dir), tmp_path / "kept"
+        trainer.fit(X, steps=4, checkpoint=kept)
+        trainer.fit(X, steps=2)
+        if finish:
+            trainer.fit(X, steps=4, checkpoint=kept)
+        return trainer
+
+    run = tmp_path / "run"
+    script(run, finish=False)
+    script(run)  # killed before the last fit: the one in between is trained again
+    assert tr.open_run(run).history.steps.tolist() == list(range(10))
+    with pytest.raises(CheckpointError, match=r"no checkpoint=.*\(fit-1\).*every fit of a script"):
+        script(run)
+    assert tr.open_run(run).history.steps.tolist() == list(range(10))
+    assert script(None).step == 10

@@ -196,6 +196,26 @@ class Saving:
             note["run"],
         )
 
+    def check_last(self, journal: Journal) -> None:
+        """Refuse a fit without checkpoints after this one, if a run has rows of fits that follow.
+
+        It writes its rows again, after those of this fit: what follows would be cut off, and the fits
+        that wrote it do not run again.
+        """
+
+        def check() -> None:
+            later = [one for one in self._writer.directory.found() if one.fit > self._writer.fit]
+            if later and journal.run_dir is not None:
+                raise CheckpointError(
+                    f"This fit has no checkpoint=, and is followed by one that {self.directory!r} "
+                    f"holds (fit-{later[0].fit}). To train it again, the rows of both would be cut off "
+                    f"the run directory {journal.run_dir!r}. Give every fit of a script with run_dir= "
+                    f"the checkpoint directory, and begin again in new directories; or resume without "
+                    f"run_dir=."
+                )
+
+        first_does(check)
+
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse a checkpoint of another training."""
         engine, fit = self._engine, note["fit"]

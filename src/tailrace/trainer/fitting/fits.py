@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataError, ProgramError
+from tailrace.errors import DataExhausted, ElementError, ProducerError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.profiling.timeline.trace import Trace
@@ -46,6 +46,7 @@ class Fits:
         self._engine, self._journal = engine, journal
         self.steps_per_execution, self._observe_bytes = steps_per_execution, observe_bytes
         self._pace: Pace | None = None
+        self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
 
     def check_alone(self) -> None:
@@ -94,6 +95,8 @@ class Fits:
             call.saving.open() if call.saving is not None else nullcontext(),
         ):
             self.kept += call.saving is not None
+            if call.saving is None and self._passed is not None:
+                self._passed.check_last(self._journal)
             self._run(trainer, call)
 
     def _run(self, trainer: AnyTrainer, call: FitCall) -> None:
@@ -104,6 +107,7 @@ class Fits:
                 passes = max(1, call.epochs_begun) + bool(taken.progress.first_epoch)
                 self._pass_by(call, taken.position, passes)
                 taken.put_states(call.callbacks)  # the script may ask them what they have seen
+                self._passed = call.saving
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
@@ -145,7 +149,8 @@ class Fits:
             with InfeedQueue(dataset, timeout_s=call.timeout_s) as queue:
                 queue.pass_by(dataset, passes)
             return
-        with suppress(DataError):  # if it has become shorter, the next fit reports it
+        # If it has become shorter, or raises, the next fit reports it.
+        with suppress(DataExhausted, ProducerError, ElementError):
             feed = self._engine.use(dataset)
             assert isinstance(feed, InfeedQueue)
             feed.patience = Patience(call.timeout_s)
