@@ -143,6 +143,15 @@ def test_a_large_description_is_not_read(saved, monkeypatch):
         orbax_files.read(saved)
 
 
+def test_the_limit_of_all_arrays(saved, monkeypatch):
+    for limit, text in (("40", "take 48 bytes.*limit of 40"), ("lots", "is the most that.*'lots'")):
+        monkeypatch.setenv("TAILRACE_CHECKPOINT_BYTES", limit)
+        with pytest.raises(tr.TailraceError, match=text):
+            orbax_files.read(saved)
+    monkeypatch.setenv("TAILRACE_CHECKPOINT_BYTES", "1KiB")
+    assert orbax_files.read(saved)[0]["a"].shape == (12,)
+
+
 def test_chunks_are_not_larger_than_their_array(saved):
     tensorstore = pytest.importorskip("tensorstore")
     where = {"driver": "ocdbt", "base": f"file://{saved / 'state'}"}

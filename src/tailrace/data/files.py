@@ -39,8 +39,20 @@ def read_limit(given: object = None) -> int:
     (2147483648, 1000)
     """
     where, value = ("limit", given) if given is not None else (LIMIT, os.environ.get(LIMIT))
+    return byte_limit(where, value, DEFAULT_LIMIT, "one array of a file")
+
+
+def byte_limit(where: str, value: object, default: int, what: str) -> int:
+    """A limit in bytes.
+
+    Args:
+        where: the argument or environment variable that gives it.
+        value: its value; None or an empty text for the default.
+        default: the default.
+        what: what it limits, for the message.
+    """
     if value is None or (isinstance(value, str) and not value):
-        return DEFAULT_LIMIT
+        return default
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, str):
@@ -49,8 +61,8 @@ def read_limit(given: object = None) -> int:
         if digits.strip().isascii() and digits.strip().isdigit() and unit in _UNITS:
             return max(1, int(digits) * _UNITS[unit])
     raise OptionError(
-        f"{where} is the most that one array of a file may take in memory: a number of bytes, or a "
-        f"text such as '8GiB'. Received: {where}={value!r}."
+        f"{where} is the most that {what} may take in memory: a number of bytes, or a text such as "
+        f"'8GiB'. Received: {where}={value!r}."
     )
 
 

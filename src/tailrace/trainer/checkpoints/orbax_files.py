@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.files import json_checksum
+from tailrace.data.files import byte_limit, json_checksum
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
@@ -256,8 +256,7 @@ def sentence(
 
 def _check_size(path: Path, forms: Mapping[str, Form]) -> None:
     claimed = sum(form.size * _dtype(form.dtype).itemsize for form in forms.values())
-    limit = os.environ.get(LIMIT, "")
-    most = int(limit) if limit.isdigit() else MOST_BYTES
+    most = byte_limit(LIMIT, os.environ.get(LIMIT), MOST_BYTES, "the arrays of a checkpoint")
     if claimed > most:
         raise CheckpointError(
             f"The checkpoint {str(path)!r} says that its arrays take {claimed:,} bytes, which is more "
