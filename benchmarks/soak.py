@@ -1,12 +1,15 @@
 """A long training with everything switched on: memory, threads, handles and compilations over time.
 
-    python -m benchmarks.soak [--steps N] [--run-dir DIR]
+    python -m benchmarks.soak [--steps N] [--run-dir DIR] [--checkpoint DIR]
 
-Trains a small model for 2,000,000 steps with taps, an outfeed that is read in a callback, and a run
-directory. After each tenth it prints resident memory, threads, open files and how many programs were
-compiled. Flat means: after the first tenth, memory grows by less than 2 %, and nothing else grows. What
-must grow is the history in memory, 4 bytes a step and value. Memory is what is in use; in brackets with
-what the allocator keeps of what was freed.
+Trains a small model for 2,000,000 steps with taps, an outfeed that is read in a callback, a run
+directory, and a checkpoint every 10,000 steps. After each tenth it prints resident memory, threads,
+open files and how many programs were compiled; a checkpoint that is being written is waited for.
+Flat means: after the first tenth, memory grows by less than 2 %, and nothing else grows. What must
+grow is the history in memory, 4 bytes a step and value. Memory is what is in use; in brackets with
+what the allocator keeps of what was freed. Each checkpoint has the whole history, and threads of
+Orbax write it: glibc keeps what they have freed in small pieces. So it is told here to give larger
+blocks back to the system; with `--plain` it is not.
 """
 
 import argparse
@@ -28,9 +31,13 @@ import optax
 
 import tailrace as tr
 
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""What glibc reads when a process starts: blocks from this size are returned when they are freed."""
+
 TENTHS = 10
 ALLOWED = 1.02
 STEPS = 200  # of an execution: short, so that there are many
+BETWEEN = 10_000  # steps from one checkpoint to the next
 
 
 def resident() -> tuple[int, int]:
@@ -65,8 +72,11 @@ class Compilations(logging.Handler):
 class Drain(tr.Callback):
     """Reads the outfeed after each execution, and says at each tenth how things are."""
 
-    def __init__(self, outfeed: tr.OutfeedQueue, steps: int, compiled: Compilations) -> None:
+    def __init__(
+        self, outfeed: tr.OutfeedQueue, steps: int, compiled: Compilations, checkpoints: Path
+    ) -> None:
         self.outfeed, self.steps, self.compiled = outfeed, steps, compiled
+        self.checkpoints = checkpoints
         self.rows: list[tuple[int, int, int, int, int]] = []
         self.executions = self.elements = 0
         self.began = time.perf_counter()
@@ -77,6 +87,10 @@ class Drain(tr.Callback):
         done = execution.first_step + execution.steps
         if done * TENTHS // self.steps > len(self.rows):
             len(trainer.records)  # what waits to be written is written: it is no growth
+            while list(
+                self.checkpoints.glob("fit-*/*.unfinished*")
+            ):  # its memory is given back soon
+                time.sleep(0.05)
             gc.collect()
             handles = len(os.listdir("/proc/self/fd"))
             whole, used = resident()
@@ -90,7 +104,7 @@ class Drain(tr.Callback):
             )
 
 
-def soak(steps: int, run_dir: Path) -> Drain:
+def soak(steps: int, run_dir: Path, checkpoints: Path) -> Drain:
     """Train, and look."""
     compiled = Compilations()
     logger = logging.getLogger("jax._src.dispatch")
@@ -116,8 +130,9 @@ def soak(steps: int, run_dir: Path) -> Drain:
         steps_per_execution=STEPS,
     )
     data = tr.batches((x, x.sum(axis=1)), 8, shuffle=True, repeat=True)
-    drain = Drain(outfeed, steps, compiled)
-    trainer.fit(data, steps=steps, callbacks=[drain], progress=False)
+    drain = Drain(outfeed, steps, compiled, checkpoints)
+    kept = tr.Checkpoint(checkpoints, every=BETWEEN, keep=3)
+    trainer.fit(data, steps=steps, callbacks=[drain], checkpoint=kept, progress=False)
     assert drain.elements == steps, f"{drain.elements} elements of {steps} left the outfeed"
     assert len(tr.open_run(run_dir).history) == steps
     return drain
@@ -141,10 +156,22 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=2_000_000)
     parser.add_argument("--run-dir", type=Path, help="where to write (default: a temporary one)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="where to save (default: a temporary directory)"
+    )
+    parser.add_argument("--plain", action="store_true", help="leave the allocator as it is")
     arguments = parser.parse_args()
+    if not arguments.plain and not GIVEN_BACK.items() <= os.environ.items():
+        command = [sys.executable, "-m", "benchmarks.soak", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **GIVEN_BACK})
     folder = Path(tempfile.mkdtemp())
     try:
-        found = grown(soak(arguments.steps, arguments.run_dir or folder / "run"))
+        drain = soak(
+            arguments.steps,
+            arguments.run_dir or folder / "run",
+            arguments.checkpoint or folder / "checkpoints",
+        )
+        found = grown(drain)
     finally:
         shutil.rmtree(folder)
     print("flat" if not found else f"grew: {'; '.join(found)}")

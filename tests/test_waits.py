@@ -22,7 +22,7 @@ ALLOWED = {
     "feeds/staging.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
     "keras/data/batch_source.py": {"waiting.result()", "future.result()"},  # likewise
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once
-    "trainer/checkpoints/directory.py": {"lock.acquire()"},  # likewise
+    "trainer/checkpoints/directory.py": {"self._lock.acquire()"},  # likewise
     "trainer/checkpoints/writer.py": {"busy.result()", "self.wait()"},  # after `Patience.wait_for`
     "trainer/evaluation/combining.py": {"one.result()"},  # a metric
 }

@@ -50,7 +50,7 @@ def test_a_directory_that_is_removed_is_not_made_again(tmp_path):
         if number == 1:
             shutil.rmtree(tmp_path / "run")
 
-    with pytest.raises(tr.errors.RunError, match=r"'.*run' was removed while its run was written"):
+    with pytest.raises(tr.errors.RunError, match=r"'.*run' was removed while it was written"):
         written(tmp_path / "run", 9, remove)
     assert not (tmp_path / "run").exists()
 

@@ -165,3 +165,45 @@ def test_which_rows_an_execution_used(tmp_path):
     rows = np.concatenate(seen)
     assert sorted(rows.reshape(-1).tolist()) == list(range(48))
     assert trainer.history.each("first").reshape(-1).tolist() == rows[:, 0].tolist()
+
+
+class OneState:
+    """An iterator that returns the state that it goes on changing."""
+
+    def __init__(self):
+        self.state = {"row": [0]}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.state["row"][0] == 16:
+            raise StopIteration
+        self.state["row"][0] += 1
+        return X[4 * self.state["row"][0] - 4 : 4 * self.state["row"][0]]
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_a_state_that_is_changed_afterwards(tmp_path):
+    def trained(directory, data, callbacks=()):
+        trainer = tr.Trainer(
+            lambda w, x: ((x @ w - 1) ** 2).mean(),
+            optax.sgd(0.01),
+            np.zeros(3, np.float32),
+            steps_per_execution=2,
+        )
+        kept = tr.Checkpoint(directory, every=4)
+        trainer.fit(data, steps=16, checkpoint=kept, callbacks=callbacks, progress=False)
+        return trainer
+
+    expected = trained(tmp_path / "whole", OneState())
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", OneState(), [Kill(5)])
+    found = trained(tmp_path / "killed", OneState())
+    assert_bits_equal(found.params, expected.params)
+    assert_bits_equal(found.history.loss, expected.history.loss)

@@ -39,8 +39,20 @@ def read_limit(given: object = None) -> int:
     (2147483648, 1000)
     """
     where, value = ("limit", given) if given is not None else (LIMIT, os.environ.get(LIMIT))
+    return byte_limit(where, value, DEFAULT_LIMIT, "one array of a file")
+
+
+def byte_limit(where: str, value: object, default: int, what: str) -> int:
+    """A limit in bytes.
+
+    Args:
+        where: the argument or environment variable that gives it.
+        value: its value; None or an empty text for the default.
+        default: the default.
+        what: what it limits, for the message.
+    """
     if value is None or (isinstance(value, str) and not value):
-        return DEFAULT_LIMIT
+        return default
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, str):
@@ -49,8 +61,8 @@ def read_limit(given: object = None) -> int:
         if digits.strip().isascii() and digits.strip().isdigit() and unit in _UNITS:
             return max(1, int(digits) * _UNITS[unit])
     raise OptionError(
-        f"{where} is the most that one array of a file may take in memory: a number of bytes, or a "
-        f"text such as '8GiB'. Received: {where}={value!r}."
+        f"{where} is the most that {what} may take in memory: a number of bytes, or a text such as "
+        f"'8GiB'. Received: {where}={value!r}."
     )
 
 
@@ -123,15 +135,34 @@ def read_bytes(
     Raises:
         OSError: as `open` does.
     """
+    with open_regular(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        _check_size(path, size, error, limit, description)
+        return file.read(size)  # not further, if it has grown meanwhile
+
+
+def check_description(path: str | os.PathLike[str], error: type[TailraceError]) -> None:
+    """Refuse a description (JSON) that is too large, where another library reads it.
+
+    Raises:
+        OSError: as `os.stat` does.
+    """
+    _check_size(path, os.stat(path).st_size, error, None, description=True)
+
+
+def _check_size(
+    path: str | os.PathLike[str],
+    size: int,
+    error: type[TailraceError],
+    limit: int | None,
+    description: bool,
+) -> None:
     most, share = read_limit() if limit is None else limit, 1
     if description:
         share = _DESCRIPTION_SHARE
         most = max(_DESCRIPTION_LEAST, most // share)
-    with open_regular(path, error) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
-        return file.read(size)  # not further, if it has grown meanwhile
+    if size > most:
+        raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
 
 
 def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceError]) -> bytes:

@@ -67,6 +67,21 @@ def can_go_back(source: object) -> bool:
     return all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
 
 
+def own_copy(state: Any) -> Any:
+    """A state that stays as it is, where an iterator goes on changing the one that it returned.
+
+    >>> state = {"row": [1]}
+    >>> kept = own_copy(state)
+    >>> state["row"].append(2)
+    >>> kept
+    {'row': [1]}
+    """
+    # Only what JSON has: a state of another kind is refused where it is kept, not where it is read.
+    if isinstance(state, dict):
+        return {key: own_copy(value) for key, value in state.items()}
+    return [own_copy(value) for value in state] if isinstance(state, list | tuple) else state
+
+
 def encode_state(state: Tree) -> dict[str, Any]:
     """A state as a value for JSON."""
     if isinstance(state, bytes):

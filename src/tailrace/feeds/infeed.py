@@ -17,6 +17,7 @@ the thread, and the next use of the queue picks up its result.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.devices.devices import local_replicas
-from tailrace.errors import FeedError, OptionError
+from tailrace.errors import DataExhausted, FeedError, OptionError
 from tailrace.feeds import buffers
 from tailrace.feeds.device_dataset import IndexBlocks, resident_pays
 from tailrace.feeds.elements import ElementSpec
@@ -208,7 +209,8 @@ class InfeedQueue(Feed):
         """Seek to the position of `get_state`, in an equal dataset read from its start."""
         with self._lock:
             self._settle()
-            self._open().go_to(state)
+            # In the thread: a dataset that cannot seek is read up to there, and may block meanwhile.
+            self._staging.call(self._open, self._open().go_to, state)
             self._taken = int(state["elements"])
 
     @property
@@ -228,6 +230,13 @@ class InfeedQueue(Feed):
                 self._staging.forget_late()
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
+
+    def pass_by(self, dataset: object, passes: int) -> None:
+        """Begin `passes` passes over a dataset, and drop them: it may have another order each time."""
+        for epoch in range(passes):
+            self.restart(dataset, epoch)
+            with contextlib.suppress(DataExhausted):  # an empty one has been begun too
+                self.spec()
 
     def start_epoch(self, dataset: object, epoch: int) -> None:
         """Read a dataset from the start of an epoch; a one-shot iterator continues where it is."""

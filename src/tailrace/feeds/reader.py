@@ -20,7 +20,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
-from tailrace.data.resumable import can_go_back, decode_state, encode_state
+from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceError
@@ -224,7 +224,7 @@ class Reader:
                 shown = time.monotonic()
                 logger.warning(
                     "Skipping elements of %s that were used before: %s of %s.",
-                    *(self.name, start + SKIPPED_AT_ONCE, count),
+                    *(self.name, min(start + SKIPPED_AT_ONCE, count), count),
                 )
 
     def to_device(
@@ -247,7 +247,8 @@ class Reader:
         assert self._spec is not None
         seeks = isinstance(self._source, BatchIterator)
         if not seeks and can_go_back(self._source) and not self._ended:
-            self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
+            state = own_copy(self._source.get_state())  # type: ignore[attr-defined]
+            self._states.append((self._produced, state))
         if isinstance(self._source, BatchIterator) and not self._ended:
             block, done = self._blocks.read(self._source, count, self._spec)
             self._produced += done

@@ -1,6 +1,6 @@
 """A directory held open, so that writes reach it and no other.
 
-Paths can change while a run is written: a directory is removed, another takes its name, a link
+Paths can change while a directory is written: a directory is removed, another takes its name, a link
 replaces a folder. A path leads to whatever has the name now. A handle stays with the directory it was
 opened for, and names below it are looked up without following links.
 """
@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tailrace.errors import RunError
+from tailrace.errors import RunError, TailraceError
 
 BY_HANDLE = os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 """Whether names can be looked up from a handle; otherwise paths are checked for links."""
@@ -28,10 +28,19 @@ class HeldDirectory:
 
     Attributes:
         path: its path when it was opened.
+        kind: what it is, for messages.
+        option: the option that gives it.
+        error: the class of errors.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        kind: str = "run directory",
+        option: str = "run_dir",
+        error: type[TailraceError] = RunError,
+    ) -> None:
+        self.path, self.kind, self.option, self.error = path, kind, option, error
         self._handle: int | None = None
         self._identity: tuple[int, int] | None = None
 
@@ -60,12 +69,12 @@ class HeldDirectory:
             return
         raise self.not_the_same("was removed" if now is None else "was replaced by another one")
 
-    def not_the_same(self, what: str) -> RunError:
+    def not_the_same(self, what: str) -> TailraceError:
         """The error for a directory that is no longer the held one."""
-        return RunError(
-            f"The run directory {str(self.path)!r} {what} while its run was written: nothing more is "
-            f"written. Leave it in place until the training has ended; for another run, make a new "
-            f"Trainer with another run_dir."
+        return self.error(
+            f"The {self.kind} {str(self.path)!r} {what} while it was written: nothing more is "
+            f"written. Leave it in place until the training has ended; a new Trainer may have another "
+            f"{self.option}."
         )
 
     def open(self, name: str, flags: int) -> int:
@@ -122,7 +131,7 @@ class HeldDirectory:
         *above, last = name.split("/")
         # Names may come from a file of the run itself, which is not trusted.
         if any(part in ("", ".", "..") for part in (*above, last)):
-            raise RunError(f"Names in a run directory are plain. Received: {name!r}.")
+            raise self.error(f"Names in a {self.kind} are plain. Received: {name!r}.")
         if self._handle is None:
             for depth in range(len(above)):
                 if os.path.islink(os.path.join(self.path, *above[: depth + 1])):
@@ -154,10 +163,10 @@ class HeldDirectory:
                 raise self._is_a_link(name) from error
             raise
 
-    def _is_a_link(self, name: str) -> RunError:
-        return RunError(
-            f"A run directory is written without following links, and {name!r} in "
-            f"{str(self.path)!r} is one, or no folder. Remove it, or give run_dir another directory."
+    def _is_a_link(self, name: str) -> TailraceError:
+        return self.error(
+            f"A {self.kind} is written without following links, and {name!r} in {str(self.path)!r} is "
+            f"one, or no folder. Remove it, or give {self.option} another directory."
         )
 
 

@@ -102,10 +102,11 @@ class DirectoryLock:
             same = os.path.sameopenfile(now, self._handle)
             os.close(now)
         if not same:
-            raise RunError(
-                f"The file {NAME!r} in {str(self._directory.path)!r} was removed or replaced while "
-                f"the run was written, so another process may write there too: nothing more is "
-                f"written. Leave a run directory alone until its training has ended."
+            where = self._directory
+            raise where.error(
+                f"The file {NAME!r} in {str(where.path)!r} was removed or replaced while the "
+                f"{where.kind} was written, so another process may write there too: nothing more is "
+                f"written. Leave a {where.kind} alone until its training has ended."
             )
 
     def release(self) -> None:
@@ -119,10 +120,11 @@ class DirectoryLock:
 
     def _check_own(self, about: os.stat_result) -> None:
         if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
-            raise RunError(
-                f"The file {NAME!r} of a run directory is a file of its own. In "
-                f"{str(self._directory.path)!r} it is a pipe, a device, or another file's second name. "
-                f"Remove it, or give run_dir another directory."
+            where = self._directory
+            raise where.error(
+                f"The file {NAME!r} of a {where.kind} is a file of its own. In {str(where.path)!r} it "
+                f"is a pipe, a device, or another file's second name. Remove it, or give "
+                f"{where.option} another directory."
             )
 
     def _taken(self, content: bytes) -> DirectoryTaken:

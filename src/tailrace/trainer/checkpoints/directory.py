@@ -18,11 +18,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import CheckpointError, RunError, TailraceError
+from tailrace.errors import CheckpointError, RunError
 from tailrace.messages import logger
 from tailrace.runs.info import RUN_FILE, read_info
 from tailrace.runs.storage.held import HeldDirectory
@@ -58,6 +58,10 @@ class CheckpointDirectory:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory, self._keep = Path(directory).absolute(), keep
+        self._held = HeldDirectory(
+            self.directory, "checkpoint directory", "checkpoint=", CheckpointError
+        )
+        self._lock = DirectoryLock(self._held)
 
     def found(self, fit: int | None = None) -> list[Kept]:
         """All checkpoints, or those of one fit, oldest first."""
@@ -66,22 +70,24 @@ class CheckpointDirectory:
 
     def _found(self, fit: int | None) -> list[Kept]:
         kept: list[Kept] = []
-        if not os.path.isdir(self.directory):
-            return kept
-        for folder in self.directory.iterdir():
-            number = _FIT.fullmatch(folder.name)
-            # Links are not followed: checkpoints found here may be removed, which must not reach
-            # outside the directory.
-            if not number or folder.is_symlink() or not folder.is_dir():
-                continue
-            if fit is not None and int(number[1]) != fit:
+        for number, folder in self._fits():
+            if fit is not None and number != fit:
                 continue
             for path in folder.iterdir():
                 name = _NAME.fullmatch(path.name)
                 if name and path.is_dir() and not path.is_symlink():
                     end, best = name[2] == "-end", name[2] == "-best"
-                    kept.append(Kept(int(number[1]), int(name[1]), end, path, best))
+                    kept.append(Kept(number, int(name[1]), end, path, best))
         return kept
+
+    def _fits(self) -> Iterator[tuple[int, Path]]:
+        """The folders of fits, by number; a link is none, whatever it leads to."""
+        if os.path.isdir(self.directory):
+            for folder in self.directory.iterdir():
+                number = _FIT.fullmatch(folder.name)
+                # Links are not followed: what is found may be removed, and that must not reach outside.
+                if number and folder.is_dir() and not folder.is_symlink():
+                    yield int(number[1]), folder
 
     def newest(self, fit: int | None = None) -> Kept | None:
         """The latest checkpoint, of all or of one fit."""
@@ -138,7 +144,11 @@ class CheckpointDirectory:
     def write(
         self, fit: int, step: int, snapshot: Snapshot, *, ended: bool = False, best: bool = False
     ) -> None:
-        """Write a checkpoint, then remove superseded ones."""
+        """Write a checkpoint, then remove superseded ones. Only while the directory is held."""
+        with self._safely():
+            self._held.check()
+            self._lock.check()
+            self._held.make_folder(f"fit-{fit}")
         ending = "-end" if ended else "-best" if best else ""
         path = self.directory / f"fit-{fit}" / f"step-{step}{ending}"
         if path.exists():
@@ -155,34 +165,31 @@ class CheckpointDirectory:
     def writing(self) -> Iterator[None]:
         """Hold the lock of the directory; refuses a second process."""
         check_no_file("checkpoint= is a directory", self.directory)
-        with orbax_files.sentence(self.directory, "cannot be written"):
+        with self._safely():
             self.directory.mkdir(parents=True, exist_ok=True)
-        held = HeldDirectory(self.directory)
-        lock = DirectoryLock(held)
         try:
-            with orbax_files.sentence(self.directory, "cannot be written"):
-                held.hold()
-                lock.acquire()
-        except TailraceError as error:
-            lock.release()
-            held.release()
-            if isinstance(error, DirectoryTaken):
+            try:
+                with self._safely():
+                    self._held.hold()
+                    self._lock.acquire()
+            except DirectoryTaken:
                 raise CheckpointError(
                     f"A checkpoint directory belongs to one trainer at a time, and "
                     f"{str(self.directory)!r} is in use. Give this one another directory, or wait "
                     f"until that fit has ended."
                 ) from None
-            # The lock is a pipe or a link, say.
-            text = str(error).replace("run directory", "checkpoint directory")
-            raise CheckpointError(text.replace("run_dir", "checkpoint=")) from error
-        try:
             # Under the lock: nobody else is writing, so what is unfinished will never be finished.
-            for partial in self.directory.glob(f"fit-*/*{orbax_files.UNFINISHED}*"):
-                shutil.rmtree(partial, ignore_errors=True)  # a writer was killed
+            with self._safely():
+                for _, folder in self._fits():
+                    for partial in folder.glob(f"*{orbax_files.UNFINISHED}*"):
+                        self._held.remove(f"{folder.name}/{partial.name}")
             yield
         finally:
-            lock.release()
-            held.release()
+            self._lock.release()
+            self._held.release()
+
+    def _safely(self) -> AbstractContextManager[None]:
+        return orbax_files.sentence(self.directory, "cannot be written")
 
 
 def check_no_file(rule: str, directory: Path) -> None:

@@ -8,17 +8,21 @@ here. Large files are compared by size only: the values in them have checksums, 
 from __future__ import annotations
 
 import json
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.files import json_checksum, read_json
+from tailrace.data.files import check_description, json_checksum, read_json
 from tailrace.errors import CheckpointError
 
 FILE = "files.json"
 
 OWN = "_CHECKPOINT_METADATA"
 """Orbax's file with our note, which has a checksum of its own."""
+
+_JSON = (FILE, OWN, "_METADATA")
+"""Descriptions, which are read whole; they have the limit of other descriptions."""
 
 SMALL = 1 << 20
 """The most bytes of a file that is compared byte for byte: descriptions, and trees of addresses."""
@@ -34,6 +38,8 @@ def write_list(directory: Path) -> None:
 
 def damage_in(directory: Path) -> str:
     """What is wrong with the files of a directory; empty if nothing is, or if there is no list."""
+    if foreign := _foreign(directory):
+        return foreign
     if not (directory / FILE).exists():  # of an earlier version
         return ""
     try:
@@ -49,6 +55,17 @@ def damage_in(directory: Path) -> str:
             return f"the file {name!r} is missing"
         if _described(path) != expected:
             return f"the file {name!r} is not what was written"
+    return ""
+
+
+def _foreign(directory: Path) -> str:
+    """What Orbax must not open: it would wait for a pipe for ever, and read a device without end."""
+    for path in sorted(directory.rglob("*")):
+        name, about = path.relative_to(directory).as_posix(), path.lstat()
+        if not stat.S_ISDIR(about.st_mode) and not stat.S_ISREG(about.st_mode):
+            return f"{name!r} is a link, a pipe or a device"
+        if path.name in _JSON:
+            check_description(path, CheckpointError)
     return ""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.files import json_checksum
+from tailrace.data.files import byte_limit, json_checksum
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
@@ -176,6 +176,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
         found = orbax.metadata(str(path))
         said = found.custom_metadata
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
+        padded = [name for name, m in found.metadata.items() if _is_padded(m)]
         version = said["format"]
         forms = {
             name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
@@ -191,10 +192,21 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
             f"form {FORMAT}. Use the version that wrote it."
         )
     expected = {name: (form.shape, form.dtype) for name, form in forms.items() if form.size}
-    if not whole or (expected and stored != expected):
+    if not whole or padded or (expected and stored != expected):
         raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
     _check_size(path, forms)
     return note, forms
+
+
+def _is_padded(described: Any) -> bool:
+    """Whether the chunks of an array are larger than it is: memory is taken for whole chunks."""
+    stored = getattr(described, "storage_metadata", None)
+    chunks = [getattr(stored, name, None) for name in ("chunk_shape", "write_shape")]
+    return any(
+        own > max(1, size)
+        for chunk in filter(None, chunks)
+        for own, size in zip(chunk, described.shape, strict=True)
+    )
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -250,8 +262,7 @@ def sentence(
 
 def _check_size(path: Path, forms: Mapping[str, Form]) -> None:
     claimed = sum(form.size * _dtype(form.dtype).itemsize for form in forms.values())
-    limit = os.environ.get(LIMIT, "")
-    most = int(limit) if limit.isdigit() else MOST_BYTES
+    most = byte_limit(LIMIT, os.environ.get(LIMIT), MOST_BYTES, "the arrays of a checkpoint")
     if claimed > most:
         raise CheckpointError(
             f"The checkpoint {str(path)!r} says that its arrays take {claimed:,} bytes, which is more "

@@ -203,6 +203,26 @@ class Saving:
             note["run"],
         )
 
+    def check_last(self, journal: Journal) -> None:
+        """Refuse a fit without checkpoints after this one, if a run has rows of fits that follow.
+
+        It writes its rows again, after those of this fit: what follows would be cut off, and the fits
+        that wrote it do not run again.
+        """
+
+        def check() -> None:
+            later = [one for one in self._writer.directory.found() if one.fit > self._writer.fit]
+            if later and journal.run_dir is not None:
+                raise CheckpointError(
+                    f"This fit has no checkpoint=, and is followed by one that {self.directory!r} "
+                    f"holds (fit-{later[0].fit}). To train it again, the rows of both would be cut off "
+                    f"the run directory {journal.run_dir!r}. Give every fit of a script with run_dir= "
+                    f"the checkpoint directory, and begin again in new directories; or resume without "
+                    f"run_dir=."
+                )
+
+        first_does(check)
+
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse a checkpoint of another training."""
         engine, fit = self._engine, note["fit"]
@@ -340,8 +360,7 @@ def bring_to(
     begun = progress.epochs - between_passes
     again = begun + bool(progress.first_epoch)
     if source.fast is None and source.restartable and "source" not in position:
-        for epoch in range(again - 1):
-            next(source.iterate(epoch), None)
+        feed.pass_by(dataset, again - 1)
     if again:
         feed.start_epoch(dataset, progress.first_epoch + begun)
     feed.set_state(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,11 +28,11 @@ from tailrace.trainer.callbacks.callback import (
     listens,
     tell,
 )
-from tailrace.trainer.checkpoints.saving import FitParts, Saving
+from tailrace.trainer.checkpoints.saving import FitParts, Saving, TakenUp
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
-from tailrace.trainer.fitting.interrupts import Interrupts
+from tailrace.trainer.fitting.interrupts import Interrupts, meaning
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.progress_bar import ProgressView
 from tailrace.trainer.fitting.step_counts import (
@@ -141,6 +142,23 @@ class Fit:
     def _leaves(self) -> bool:
         """Whether the fit ends here: by a signal, a callback or another thread."""
         return self.stopping or self.interrupts.asked is not None
+
+    def resume(self, taken: TakenUp) -> None:
+        """Go to where a checkpoint was taken. A signal ends it: the checkpoint is there already."""
+        assert self.saving is not None
+        usual = self.feed.patience
+        # Not `stop`: a fit that was stopped before it was killed still needs its position.
+        signalled = dataclasses.replace(usual, stopped=lambda: self.interrupts.asked is not None)
+        self.feed.patience = signalled
+        try:
+            self.saving.go_on(self.parts, taken, self._dataset)
+        except WaitStopped:
+            logger.info("A signal ended the skipping of elements that were used before.")
+        finally:
+            self.feed.patience = usual
+        self.agree()
+        if self.asked is not None:
+            raise meaning(self.asked)
 
     # -- how long -------------------------------------------------------------------------------
 

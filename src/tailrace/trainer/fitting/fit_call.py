@@ -115,11 +115,9 @@ class FitCall:
             for callback in self.callbacks:
                 callback.on_fit_begin(fit.trainer)
             if saving is not None:
-                if taken is not None:
-                    saving.go_on(fit.parts, taken, self.dataset)
-                # After `go_on`: the first checkpoint has the position in the dataset and the states
-                # of callbacks.
                 saving.begin(fit.parts, fresh=taken is None)
+                if taken is not None:
+                    fit.resume(taken)
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
             fit.agree()
             if fit.asked is not None:

@@ -8,8 +8,9 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataError, ProgramError
+from tailrace.errors import DataExhausted, ElementError, ProducerError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.waiting import Patience
 from tailrace.profiling.timeline.trace import Trace
 from tailrace.trainer.callbacks.callback import AnyTrainer
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
@@ -47,6 +48,7 @@ class Fits:
         self._engine, self._journal = engine, journal
         self.steps_per_execution, self._observe_bytes = steps_per_execution, observe_bytes
         self._pace: Pace | None = None
+        self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
 
     def check_alone(self) -> None:
@@ -100,6 +102,8 @@ class Fits:
             call.saving.open() if call.saving is not None else nullcontext(),
         ):
             self.kept += call.saving is not None
+            if call.saving is None and self._passed is not None:
+                self._passed.check_last(self._journal)
             self._run(trainer, call)
 
     def _run(self, trainer: AnyTrainer, call: FitCall) -> None:
@@ -109,8 +113,9 @@ class Fits:
         try:
             if taken is not None and taken.finished:
                 passes = max(1, call.epochs_begun) + bool(taken.progress.first_epoch)
-                self._pass_by(call.dataset, taken.position, passes)
+                self._pass_by(call, taken.position, passes)
                 taken.put_states(call.callbacks)  # the script may ask them what they have seen
+                self._passed = call.saving
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
@@ -139,22 +144,24 @@ class Fits:
             if feed is not None:
                 engine.let_go(call.dataset, feed)
 
-    def _pass_by(self, dataset: object, position: Mapping[str, Any], passes: int) -> None:
+    def _pass_by(self, call: FitCall, position: Mapping[str, Any], passes: int) -> None:
         """Bring a dataset to where a finished fit has left it: later fits go on from there.
 
         A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as
         often as before: it may have another order each time.
         """
-        source = as_dataset(dataset)
+        dataset, source = call.dataset, as_dataset(call.dataset)
         if source.fast is not None:
             return
         if source.restartable and "source" not in position:
-            for epoch in range(passes):
-                next(source.iterate(epoch), None)
+            with InfeedQueue(dataset, timeout_s=call.timeout_s) as queue:
+                queue.pass_by(dataset, passes)
             return
-        with suppress(DataError):  # if it has become shorter, the next fit reports it
+        # If it has become shorter, or raises, the next fit reports it.
+        with suppress(DataExhausted, ProducerError, ElementError):
             feed = self._engine.use(dataset)
             assert isinstance(feed, InfeedQueue)
+            feed.patience = Patience(call.timeout_s)
             feed.set_state(position)
             if source.restartable and source.length is None:
                 feed.remaining(1)  # the fit found the end of the pass by reading on

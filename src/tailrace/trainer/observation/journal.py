@@ -49,6 +49,11 @@ class Journal:
         self._leaving_out, self._logged = leaving_out, logged
         self._resumed = self._is_open = False
 
+    @property
+    def run_dir(self) -> str | None:
+        """The run directory; None if this process writes none."""
+        return str(self.sink.directory) if isinstance(self.sink, RunWriter) else None
+
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
         """Start a new history; earlier records are dropped."""
         self.history = History(first_step, microbatches, replicas)
