@@ -569,7 +569,9 @@ def test_a_condition_that_is_not_rewritten_is_named():
     def positive(x):
         return [each for each in compat.unstack(x) if each > 0]
 
-    with pytest.raises(ProgramError, match=r"test_tensorflow_programs.py:\d+: one in a comprehension"):
+    with pytest.raises(
+        ProgramError, match=r"test_tensorflow_programs.py:\d+: one in a comprehension"
+    ):
         positive(compat.constant(X))
 
 

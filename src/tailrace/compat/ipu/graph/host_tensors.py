@@ -14,10 +14,6 @@ class HostTensor(np.ndarray):
         """The plain array."""
         return self.view(np.ndarray)
 
-    def get_shape(self) -> tuple[int, ...]:
-        """The shape."""
-        return self.shape
-
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         del context  # a sum of all elements is a number, as it is of a plain array
         return array[()] if return_scalar else array.view(HostTensor)
