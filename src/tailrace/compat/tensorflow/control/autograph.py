@@ -274,8 +274,8 @@ def converted_call(
     if f is super or f is locals or f is globals or f is eval:
         malt: Any = sys.modules["malt.impl.api"]
         return malt.converted_call(f, args, kwargs, *_, **__)
-    if f in _BUILTINS and any(map(is_device_value, args)):
-        return _BUILTINS[f](*args)
+    if isinstance(f, type | types.BuiltinFunctionType) and f in _BUILTINS and not kwargs:
+        return _BUILTINS[f](*args) if any(map(is_device_value, args)) else f(*args)
     if isinstance(f, functools.partial):
         return converted_call(f.func, (*f.args, *args), {**f.keywords, **kwargs})
     if (inspect.isfunction(f) or inspect.ismethod(f)) and not inspect.isgeneratorfunction(f):
