@@ -468,12 +468,6 @@ def methods_of_tensors(tf):
 
 
 PROGRAMS = [
-    tensor_arrays,
-    lengths_of_shapes,
-    lists_in_place_of_tensors,
-    functions_of_python,
-    checks_of_values,
-    methods_of_tensors,
     while_with_break_and_continue,
     nested_branches,
     branch_with_early_return,
@@ -494,6 +488,12 @@ PROGRAMS = [
     constants_of_branches,
     integers_and_casts,
     sequence_of_a_session,
+    tensor_arrays,
+    lengths_of_shapes,
+    lists_in_place_of_tensors,
+    functions_of_python,
+    checks_of_values,
+    methods_of_tensors,
 ]
 
 
