@@ -263,3 +263,73 @@ def test_too_few_devices_say_why(asked, advice, monkeypatch):
         cfg.configure_ipu_system()
     with pytest.raises(tr.errors.DeviceError, match=advice):
         tr.configure(devices=64)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_queues_deliver_has_the_methods_of_tensors(devices):
+    from tailrace.compat import tensorflow as words
+
+    use(devices)
+    strategy = IPUStrategy()
+    with strategy.scope():
+        every = ipu_outfeed_queue.IPUOutfeedQueue()
+        last = ipu_outfeed_queue.IPUOutfeedQueue(ipu_outfeed_queue.IPUOutfeedMode.LAST)
+        w = words.Variable(1.0)
+
+        @words.function
+        def run(iterator):
+            for _ in words.range(3):
+                x, _y = next(iterator)
+                w.assign_add(1.0)
+                every.enqueue({"w": w, "x": [x]})  # a variable is sent as its value
+                last.enqueue(w)
+            return w * 2.0
+
+        iterator = iter(data(6)[2].repeat())
+        result = strategy.run(run, [iterator])
+        assert np.all(result.numpy() == 8.0)
+        found = every.dequeue()
+        shape = (3,) if devices == 1 else (3, 2)
+        assert found["w"].numpy().shape == shape
+        assert type(found["x"][0].numpy()) is np.ndarray
+        assert float(words.reduce_mean(found["w"]).numpy()) == found["w"].mean() == 3.0
+        assert np.all(last.dequeue().numpy() == 4.0)
+        strategy.run(run, [iterator])
+        rows = [row["w"].numpy() for row in every]
+        assert [np.max(row) for row in rows] == [5.0, 6.0, 7.0]
+        assert np.shape(rows[0]) == shape[1:]
+
+
+def test_a_pipeline_in_a_function_given_to_run():
+    """The way in which programs of TensorFlow 2 train by a pipeline; the optimizer is made inside."""
+    from tailrace.compat import tensorflow as words
+
+    use(2)
+    w, v = words.Variable(2.0), words.Variable(3.0)
+    losses = ipu_outfeed_queue.IPUOutfeedQueue()
+
+    @words.function(experimental_compile=True)
+    def train():
+        ipu.pipelining_ops.pipeline(
+            [lambda x: w * x, lambda y: words.square(y * v)],
+            4,
+            repeat_count=2,
+            inputs=[1.0],
+            outfeed_queue=losses,
+            outfeed_loss=True,
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                words.keras.optimizers.SGD(0.01), loss, variables=[w, v]
+            ),
+            reduction_method="mean",
+        )
+
+    strategy = IPUStrategy()
+    with strategy.scope():
+        strategy.run(train)
+    a, b = 2.0, 3.0
+    expected = []
+    for _ in range(2):
+        expected += [(a * b) ** 2] * 4
+        a, b = a - 0.01 * 2 * a * b * b, b - 0.01 * 2 * a * a * b
+    assert_close(losses.dequeue(), np.float32(expected))
+    assert_close(w.numpy(), np.float32(a))

@@ -150,6 +150,10 @@ CASES = {
     "math.cumsum": [(A,), (A, 1), (A, 0, True), (A, 1, False, True), (INTS, 0, True, True)],
     "math.cumprod": [(A,), (A, 1, True, True)],
     "sort": [(A,), (A, 0, "DESCENDING")],
+    "searchsorted": [
+        (np.float32([1, 3, 5]), np.float32([0, 3, 9])),
+        (np.float32([[1, 3], [2, 4]]), np.float32([[3], [3]]), "right"),
+    ],
     "argsort": [(INTS,), (A, 0, "DESCENDING")],
     "math.top_k": [(A, 2)],
     "math.in_top_k": [(LABELS, LOGITS, 2)],
@@ -183,6 +187,7 @@ CASES = {
     "rank": [(A,)],
     "reshape": [(A, [9]), (A, (-1, 1)), (A, INTS[:1] * 3)],
     "expand_dims": [(A, 0), (A, -1)],
+    "ensure_shape": [(A, [None, A.shape[1]])],
     "squeeze": [(A[None],), (A[None, :, None], [0, 2])],
     "transpose": [(A,), (IMAGE, [0, 3, 1, 2])],
     "concat": [([A, B], 0), ([A, B], -1)],
@@ -295,6 +300,7 @@ ELSEWHERE = {
     "truncatediv": "programs",
     "truncatemod": "programs",
     "strided_slice": "programs",
+    **dict.fromkeys([p for p in OPERATIONS if p.startswith("debugging.")], "programs"),
     **dict.fromkeys([p for p in OPERATIONS if p.startswith("random.")], "drawn"),
     "nn.dropout": "drawn",
 }

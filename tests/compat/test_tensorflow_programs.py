@@ -1,5 +1,7 @@
 """Small programs in TensorFlow's words: the same functions give what TensorFlow gives."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -324,6 +326,147 @@ def loop_over_a_dataset(tf):
     return [total, len(list(dataset.as_numpy_iterator()))]
 
 
+def tensor_arrays(tf):
+    @tf.function
+    def in_a_loop(x):
+        rows = tf.TensorArray(tf.float32, size=5)
+        for i in tf.range(5):
+            rows = rows.write(i, x[i] * x)
+        return rows.stack(), rows.read(2), rows.gather([1, 3])
+
+    @tf.function
+    def in_branches(x):
+        rows = tf.TensorArray(tf.float32, size=5, element_shape=[])
+        more = tf.TensorArray(tf.float32, size=1)
+        if tf.reduce_sum(x) > 0.0:  # noqa: SIM108
+            more = more.write(0, x)
+        else:
+            more = more.write(0, -x)
+        for i in tf.range(5):
+            if x[i] > 0.0:
+                rows = rows.write(i, x[i])
+        return rows.stack(), more.concat()
+
+    @tf.function
+    def in_words(x):
+        rows = tf.TensorArray(tf.float32, size=4)
+        _, rows = tf.while_loop(
+            lambda i, rows: i < 4, lambda i, rows: (i + 1, rows.write(i, x[i])), (0, rows)
+        )
+        return rows.stack()
+
+    @tf.function
+    def growing(x):
+        rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        for i in range(3):
+            rows = rows.write(i, x * float(i))
+        parts = tf.TensorArray(tf.float32, size=5).unstack(x)
+        return rows.stack(), rows.size(), parts.read(1)
+
+    @tf.function
+    def differentiated(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = tf.TensorArray(tf.float32, size=5)
+            for i in range(5):
+                rows = rows.write(i, x[i] ** 2)
+            y = tf.reduce_sum(rows.stack())
+        return tape.gradient(y, x)
+
+    x = tf.constant(X)
+    on_host = tf.TensorArray(tf.float32, size=2)
+    on_host = on_host.write(0, 1.0).write(1, 2.0)
+    parts = [f(x) for f in (in_a_loop, in_branches, in_words, growing, differentiated)]
+    return [*parts, on_host.stack()]
+
+
+def lengths_of_shapes(tf):
+    @tf.function
+    def run(x):
+        n = tf.shape(x)[0]
+        rows = tf.reshape(x, [n // 2, -1])
+        flat = tf.reshape(rows, tf.concat([[1], [tf.reduce_prod(tf.shape(rows))]], 0))
+        wide = tf.reshape(x, tf.stack([n // 2, 2, 1]))
+        total = tf.zeros([n, 2]) + tf.cast(n, tf.float32)
+        for _ in range(tf.size(x)):
+            total += 1.0
+        if tf.equal(tf.rank(rows), 2):
+            total *= 2.0
+        return (
+            rows,
+            flat,
+            wide,
+            total,
+            tf.range(n),
+            tf.ones(tf.shape(x)),
+            tf.shape(x)[tf.cast(x[1], tf.int32)],
+        )
+
+    return run(tf.constant(np.float32([3.0, 0.0, 4.0, 1.0])))
+
+
+def lists_in_place_of_tensors(tf):
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+
+    @tf.function
+    def run():
+        return (
+            tf.reduce_sum(rows, axis=[0]),
+            tf.reduce_mean(rows, [0, 1]),
+            tf.reverse([3.0, -1.0], [0]),
+            tf.pad(rows, [[1, 0], [0, 1]]),
+            tf.where([True, False], [1.0, 2.0], [3.0, 4.0]),
+            tf.math.segment_sum([3.0, -1.0, 2.0], [0, 0, 1]),
+            tf.math.in_top_k([0], [[1.0, 2.0]], 1),
+            tf.sequence_mask([1, 3]),
+            tf.searchsorted([1.0, 3.0, 5.0], [2.0, 5.0], side="right"),
+            tf.ensure_shape(rows, [None, 2]),
+        )
+
+    return run()
+
+
+def functions_of_python(tf):
+    @tf.function
+    def run(x, n):
+        total = tf.constant(0)
+        for i in range(n):
+            total += i
+        for i in range(8, n, -2):
+            total += i
+        return total, int(x[0]) + 1, float(n) / 2.0
+
+    return run(tf.constant(X), tf.constant(4))
+
+
+def checks_of_values(tf):
+    @tf.function
+    def run(x):
+        tf.debugging.assert_equal(tf.shape(x)[0], 5)
+        tf.debugging.assert_rank(x, 1)
+        x = tf.debugging.assert_all_finite(x, "not finite")
+        tf.debugging.assert_less(x, 100.0)
+        tf.debugging.Assert(tf.reduce_all(x < 100.0), [x])
+        return tf.debugging.check_numerics(x, "not finite") * 2.0
+
+    return run(tf.constant(X))
+
+
+def methods_of_tensors(tf):
+    x = tf.constant(X.reshape(5, 1))
+    w = tf.Variable(X)
+
+    @tf.function
+    def run(x):
+        x.set_shape([5, 1])
+        rows, columns = x.get_shape().as_list()
+        return x * float(rows * columns) * float(w.shape.as_list()[0])
+
+    found = run(x).numpy()
+    best = tf.nn.top_k(w, 2)
+    return [found, x.get_shape().as_list(), w.shape.rank, best.values.numpy(), best.indices]
+
+
 PROGRAMS = [
     while_with_break_and_continue,
     nested_branches,
@@ -345,6 +488,12 @@ PROGRAMS = [
     constants_of_branches,
     integers_and_casts,
     sequence_of_a_session,
+    tensor_arrays,
+    lengths_of_shapes,
+    lists_in_place_of_tensors,
+    functions_of_python,
+    checks_of_values,
+    methods_of_tensors,
 ]
 
 
@@ -380,14 +529,69 @@ def test_a_return_in_a_loop_leaves_it():
     assert [int(first_above(X, compat.constant(v))) for v in (0.0, 3.5, 100.0)] == [0, 2, -1]
 
 
-def test_arrays_that_grow_are_refused_in_programs():
+def test_arrays_do_not_grow_in_loops_of_the_device():
     @compat.function
     def squares(x):
-        found = compat.TensorArray(compat.float32, size=3)
+        found = compat.TensorArray(compat.float32, size=0, dynamic_size=True)
         for i in compat.range(3):
             found = found.write(i, x * x)
         return found.stack()
 
-    with pytest.raises(ProgramError, match="tf.TensorArray is not available in programs"):
+    with pytest.raises(ProgramError, match="Give it the number of rows"):
         squares(compat.constant(2.0))
-    assert compat.TensorArray(real.float32, size=1).write(0, 2.0).stack().numpy() == [2.0]
+
+
+def test_errors_name_the_line_that_the_user_wrote():
+    @compat.function
+    def reshaped(x):
+        if x[0] > 0:
+            x = x + 1
+        return compat.zeros([compat.cast(compat.reduce_sum(x), compat.int32)])  # this line
+
+    written = pathlib.Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(written) if text.endswith("# this line"))
+    with pytest.raises(TypeError, match=f"test_tensorflow_programs.py:{line}: it is known only"):
+        reshaped(compat.constant(X))
+
+
+def test_the_largest_and_the_smallest_of_values_of_a_program():
+    """TensorFlow refuses them; the meaning is Python's."""
+
+    @compat.function
+    def run(x):
+        return max(x[0], x[1]), min(x[0], x[1], x[3]), max(x)
+
+    assert [float(each) for each in run(compat.constant(X))] == [3.0, -1.5, 9.0]
+
+
+def test_a_condition_that_is_not_rewritten_is_named():
+    @compat.function
+    def positive(x):
+        return [each for each in compat.unstack(x) if each > 0]
+
+    with pytest.raises(
+        ProgramError, match=r"test_tensorflow_programs.py:\d+: one in a comprehension"
+    ):
+        positive(compat.constant(X))
+
+
+def test_a_layer_computes_shapes_from_those_of_its_inputs():
+    """Keras asks for the shape of its result with a batch of unknown length."""
+
+    class Halves(compat.keras.layers.Layer):
+        def call(self, x):
+            batch, length = compat.shape(x)[0], x.get_shape().as_list()[1]
+            return compat.reshape(x, [batch, 2, length // 2])
+
+    inputs = compat.keras.Input((4,))
+    halves = Halves()(inputs)
+    flat = compat.reshape(halves, [compat.shape(halves)[0], 4])
+    model = compat.keras.Model(inputs, flat)
+    assert halves.shape == (None, 2, 2)
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert_close(model.predict(x, verbose=0), x)
+
+
+def test_values_of_a_program_have_no_numpy():
+    with pytest.raises(ProgramError, match="known only when the program runs. Return it"):
+        compat.function(lambda x: x.numpy())(compat.constant(X))

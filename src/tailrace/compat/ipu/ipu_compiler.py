@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from tailrace.compat.ipu.graph.state import (
     value_of,
     write_host,
 )
+from tailrace.compat.ipu.graph.user_lines import user_line
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
@@ -39,7 +39,6 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
-from tailrace.jaxprs.internals import is_library
 from tailrace.program.compile import Program
 from tailrace.program.compile import compile as compile_program
 
@@ -134,7 +133,11 @@ class CompiledOp:
         try:
             return self._run(given, tuple(device.id for device in group))
         except jax.errors.TracerArrayConversionError as error:
-            raise IPUTypeError(_FOREIGN.format(where=_user_line(error))) from error
+            raise IPUTypeError(_FOREIGN.format(where=user_line(error))) from error
+        except jax.errors.TracerBoolConversionError:
+            raise  # a `tf.function` says what rewrites its branches
+        except jax.errors.ConcretizationTypeError as error:
+            raise IPUTypeError(_UNKNOWN.format(where=user_line(error))) from error
         except DataExhausted as error:
             raise OutOfRangeError(
                 f"Infeed dataset iterator out of range. Are you trying to dequeue more elements than "
@@ -271,15 +274,12 @@ _FOREIGN = (
     "loops and stages compute with keras.ops or jax.numpy: keras.ops.mean for tf.reduce_mean."
 )
 
-
-def _user_line(error: BaseException) -> str:
-    """Where the user's code was when an error was raised."""
-    lines = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_library(frame.filename) and "site-packages" not in frame.filename
-    ]
-    return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+_UNKNOWN = (
+    "Python asked for a number that is a value of the program{where}: it is known only when the "
+    "program runs. Lengths and shapes must be known before: take them from x.shape or tf.shape(x), or "
+    "give a Python number. A loop over a value of the device is `for _ in tf.range(n)` in a "
+    "tf.function, or ipu.loops.repeat(n, body)."
+)
 
 
 def _is_number(value: TensorLike) -> bool:

@@ -16,6 +16,7 @@ from tailrace.compat.ipu.errors import (
     IPURuntimeError,
     IPUValueError,
 )
+from tailrace.compat.ipu.graph.host_tensors import delivered
 from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
@@ -202,7 +203,7 @@ class IPUOutfeedQueue:
                     f"{error}"
                 ) from error
             return []
-        return _put_together(self._form, iter(leaves))
+        return _put_together(self._form, map(delivered, leaves))
 
     def __len__(self) -> int:
         """How many elements wait."""
@@ -308,7 +309,9 @@ class IPUOutfeedQueueIterator:
         form = _taken_apart(block, leaves)
         if not leaves or not len(leaves[0]):
             raise StopIteration
-        self._waiting = (_put_together(form, iter(row)) for row in zip(*leaves, strict=True))
+        # With the ellipsis a row of numbers is an array of no dimensions, not a number.
+        rows = ([leaf[i, ...] for leaf in leaves] for i in range(len(leaves[0])))
+        self._waiting = (_put_together(form, iter(row)) for row in rows)
         return next(self._waiting)
 
 

@@ -26,13 +26,15 @@ import numpy as np
 
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
-from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures
+from tailrace.compat.tensorflow import tensors as _tensors
+from tailrace.compat.tensorflow.arrays import TensorArray
 from tailrace.compat.tensorflow.control import autograph as _autograph
 from tailrace.compat.tensorflow.dtypes import DTYPES, OTHER_NAMES, DType, as_dtype
 from tailrace.compat.tensorflow.function import function
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
+from tailrace.compat.tensorflow.operations import checks as _checks  # noqa: F401
 from tailrace.compat.tensorflow.operations import (  # each fills the table
     control_flow as _control_flow,
 )
@@ -46,10 +48,10 @@ from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.variables import Module, Variable
 from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.errors import ProgramError as _ProgramError
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
 _namespaces.find_modules()
+_tensors.add_methods()
 
 __version__ = "2.6.3"  # the last that the originals were made for
 
@@ -110,35 +112,6 @@ def executing_eagerly() -> bool:
     from tailrace.compat.ipu.graph.state import current
 
     return current() is None
-
-
-def TensorArray(*args: Any, **kwargs: Any) -> Any:
-    """TensorFlow's own, on the host; refused in programs, where arrays do not grow.
-
-    Args:
-        *args: as in TensorFlow.
-        **kwargs: as in TensorFlow.
-
-    Raises:
-        ProgramError: it is called in a program, whose arrays have one size.
-
-    >>> from tailrace.compat import ipu
-    >>> from tailrace.compat import tensorflow as tf
-    >>> program = ipu.ipu_compiler.compile(lambda: tf.TensorArray(tf.float32, 3))
-    >>> program()  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    tailrace.errors.ProgramError: tf.TensorArray is not available in programs of the device: ...
-    """
-    from tailrace.compat.ipu.graph.state import current
-
-    if current() is not None:
-        raise _ProgramError(
-            "tf.TensorArray is not available in programs of the device: arrays have one size. Collect "
-            "the values of a loop with tf.map_fn or tf.scan, in a Python list in a loop over Python "
-            "numbers, or write them into a tensor: tf.tensor_scatter_nd_update(x, [[i]], [value])."
-        )
-    return _host.named("TensorArray")(*args, **kwargs)
 
 
 def get_static_value(tensor: TensorLike, partial: bool = False) -> Any:
@@ -273,6 +246,7 @@ __all__ = [  # the rest is looked up
     "DType",
     "GradientTape",
     "Module",
+    "TensorArray",
     "TensorShape",
     "TensorSpec",
     "Variable",

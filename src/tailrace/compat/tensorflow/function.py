@@ -10,6 +10,8 @@ import jax
 
 from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.user_lines import user_line
+from tailrace.compat.ipu.pipelining.pipelines import is_running
 from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
 from tailrace.compat.tensorflow.dtypes import narrowed
@@ -69,13 +71,17 @@ class Function:
         args = self._checked(args)
         try:
             # Part of the program around; and a tape must see each operation, not one program.
-            if current() is not None or recording() is not None:
+            if current() is not None or recording() is not None or is_running():
                 return self._inner(*args, **kwargs)
             return self._calls(self._inner, args, kwargs)
         except jax.errors.TracerBoolConversionError as error:
-            if autograph.available() and self._rewrites:
-                raise
-            raise ProgramError(f"{self.__name__}: {autograph.advice()}") from error
+            if not autograph.available() or not self._rewrites:
+                raise ProgramError(f"{self.__name__}: {autograph.advice()}") from error
+            raise ProgramError(
+                f"{self.__name__} has a condition over a value of the device that is not rewritten"
+                f"{user_line(error)}: one in a comprehension, in a function whose source cannot be "
+                f"read, or in a library. Use tf.where or tf.cond, or write it as a statement."
+            ) from error
 
     def _checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with the dtypes that a signature gives them."""

@@ -21,6 +21,7 @@ from tailrace.compat.ipu.graph.named_variables import enter_variable
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, value_of
 from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.structures import TensorShape
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
@@ -147,6 +148,11 @@ class Variable(keras.Variable):
     def initializer(self) -> Any:
         """An operation that gives it its first value; outside of graphs it has it when it is made."""
         return Operation("variable initializer", self.reset)
+
+    @property
+    def shape(self) -> Any:
+        """The shape, a `tf.TensorShape`."""
+        return TensorShape(super().shape)
 
     def get_shape(self) -> Any:
         """The shape."""

@@ -20,7 +20,7 @@ from tailrace.compat.ipu.graph.deferred import (
     later,
     value_now,
 )
-from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
@@ -251,10 +251,9 @@ def _plain(value: object) -> Any:
 
 
 def _array(value: object, dtype: DTypeLike) -> jax.Array:
+    value = value_of(value) if is_variable(value) else value  # also one of Keras
     if dtype is not None:
         return jnp.asarray(value, dtype)
-    if isinstance(value, Variable):
-        return value.value()
     # A Python number has a weak dtype in JAX; a variable's is what it says.
     return jnp.asarray(value, jnp.result_type(value) if hasattr(value, "dtype") else _dtype(value))
 

@@ -25,6 +25,11 @@ _running: contextvars.ContextVar[PipelineProgram | None] = contextvars.ContextVa
 )
 
 
+def is_running() -> bool:
+    """Whether a program with a pipeline runs: up to it, on the host, its functions are called."""
+    return _running.get() is not None
+
+
 def add(options: PipelineOptions) -> Operation:
     """Add a pipeline to the program that is being traced, or run it if the program runs."""
     program, scope = _running.get(), current()

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.user_lines import WRITTEN
 from tailrace.compat.tensorflow.control import loops
 from tailrace.compat.tensorflow.control.branches import branch, either
 from tailrace.compat.tensorflow.control.symbols import Symbols, is_device_value
@@ -135,6 +136,9 @@ def _malt() -> Any:
             context = converter.ProgramContext(options=options)
             method = inspect.ismethod(function)
             found: Any = self.transform(function.__func__ if method else function, context)
+            for place, origin in found[2].items():
+                if place.filename != origin.loc.filename:
+                    WRITTEN[tuple(place)] = (origin.loc.filename, origin.loc.lineno)
             return types.MethodType(found[0], function.__self__) if method else found[0]
 
     return Rewriter()
@@ -252,6 +256,21 @@ def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Calla
     return operator
 
 
+def _range(*args: Any) -> Any:
+    start, limit, delta = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    return loops.Range(jnp.asarray(start), jnp.asarray(limit), jnp.asarray(delta))
+
+
+_BUILTINS: dict[Any, Callable[..., Any]] = {
+    range: _range,
+    int: lambda value: jnp.asarray(value).astype(jnp.int32),
+    float: lambda value: jnp.asarray(value).astype(jnp.float32),
+    max: lambda *values: functools.reduce(jnp.maximum, values) if values[1:] else jnp.max(*values),
+    min: lambda *values: functools.reduce(jnp.minimum, values) if values[1:] else jnp.min(*values),
+}
+"""Functions of Python that ask for values, and what they are for those of the device."""
+
+
 def converted_call(
     f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *_: Any, **__: Any
 ) -> Any:
@@ -261,6 +280,8 @@ def converted_call(
     if f is super or f is locals or f is globals or f is eval:
         malt: Any = sys.modules["malt.impl.api"]
         return malt.converted_call(f, args, kwargs, *_, **__)
+    if isinstance(f, type | types.BuiltinFunctionType) and f in _BUILTINS and not kwargs:
+        return _BUILTINS[f](*args) if any(map(is_device_value, args)) else f(*args)
     if isinstance(f, functools.partial):
         return converted_call(f.func, (*f.args, *args), {**f.keywords, **kwargs})
     if (inspect.isfunction(f) or inspect.ismethod(f)) and not inspect.isgeneratorfunction(f):

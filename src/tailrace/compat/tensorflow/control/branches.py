@@ -11,6 +11,7 @@ from jax import lax
 
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.state import Scope, inside
+from tailrace.compat.tensorflow.arrays import TensorArray
 from tailrace.compat.tensorflow.control.symbols import (
     MISSING,
     Symbols,
@@ -74,10 +75,11 @@ def either(
 def _with_returns(out: list[Any], other: list[Any], names: Sequence[str]) -> list[Any]:
     """What a branch leaves; where only the other one returns from the function, a value like its.
 
-    Whether there was a return is a value of its own, so this one is never looked at.
+    Whether there was a return is a value of its own, so this one is never looked at. A tensor array
+    that only the other one writes to is one of zeros.
     """
     return [
-        b if a is MISSING and name.startswith("retval_") else a
+        b if a is MISSING and (name.startswith("retval_") or isinstance(b, TensorArray)) else a
         for a, b, name in zip(out, other, names, strict=True)
     ]
 

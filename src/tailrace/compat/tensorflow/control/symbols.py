@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.tensorflow.arrays import TensorArray
 from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
@@ -45,7 +46,10 @@ class Symbols:
 
     def values(self) -> list[Any]:
         """The values now; MISSING for a name that has none."""
-        return [MISSING if self.is_missing(value) else value for value in self.read()]
+        return [MISSING if self._has_none(value) else value for value in self.read()]
+
+    def _has_none(self, value: Any) -> bool:
+        return self.is_missing(value) or (isinstance(value, TensorArray) and not value.is_written)
 
     def put(self, values: Sequence[Any], undefined: Sequence[Any]) -> None:
         """Write values; where one is MISSING, what stood for none before."""
@@ -87,7 +91,11 @@ def split(values: Sequence[Any]) -> Split:
 
 def _is_whole(value: TensorLike) -> bool:
     """Whether JAX must not look inside: None would vanish, and objects are not its business."""
-    return value is None or value is MISSING or not isinstance(value, list | tuple | dict)
+    return (
+        value is None
+        or value is MISSING
+        or not isinstance(value, list | tuple | dict | TensorArray)
+    )
 
 
 def is_carried(value: TensorLike) -> bool:

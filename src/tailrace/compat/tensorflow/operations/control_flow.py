@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tailrace.compat.ipu import loops
 from tailrace.compat.ipu.graph.deferred import after
 from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.tensorflow.arrays import TensorArray
 from tailrace.compat.tensorflow.control.branches import either
 from tailrace.compat.tensorflow.control.loops import Range
 from tailrace.compat.tensorflow.control.symbols import is_device_value
@@ -91,12 +92,23 @@ def while_loop(
 ) -> Any:
     """Run a body for as long as a condition holds; `maximum_iterations=` limits it."""
     most = options.get("maximum_iterations")
+    scope = current()
+    if scope is not None and any(map(_is_unwritten, loop_vars)):
+        # The body's first write decides the form of the rows that the loop carries.
+        with scope.inner():
+            forms = jax.eval_shape(lambda given: body(*given), list(loop_vars))
+        loop_vars = [
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
+            if _is_unwritten(value)
+            else value
+            for value, form in zip(loop_vars, forms, strict=True)
+        ]
     values, structure = jax.tree.flatten(loop_vars)
 
     def as_vars(arrays: Tree) -> Any:
         return jax.tree.unflatten(structure, arrays)
 
-    if current() is None:
+    if scope is None:
         found = loop_vars
         passes = 0
         while (most is None or passes < most) and bool(cond(*found)):
@@ -111,6 +123,10 @@ def while_loop(
         maximum_iterations=most,
     )
     return as_vars(after if isinstance(after, list) else [after])
+
+
+def _is_unwritten(value: object) -> bool:
+    return isinstance(value, TensorArray) and not value.is_written
 
 
 @operation("map_fn")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from keras import ops
 
 from tailrace.compat.arguments import Axes
+from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.errors import ProgramError
 
 
 def _euclidean(x: TensorLike, axis: Axes = None, keepdims: bool = False) -> Any:
@@ -65,7 +68,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 def _axes(axis: Axes) -> Any:
     if axis is None or isinstance(axis, int):
         return axis
-    found = [int(each) for each in jnp.asarray(axis).reshape(-1)]
+    found = [int(each) for each in np.asarray(axis).reshape(-1)]
     return tuple(found)
 
 
@@ -170,16 +173,41 @@ def argsort(
     return jnp.argsort(values, axis=axis, descending=direction.upper() == "DESCENDING", stable=True)
 
 
+@operation("searchsorted")
+def searchsorted(
+    sorted_sequence: TensorLike,
+    values: TensorLike,
+    side: str = "left",
+    out_type: DTypeLike = "int32",
+) -> Any:
+    """Where values would be inserted, in each row of sorted ones."""
+    rows, given = jnp.asarray(sorted_sequence), jnp.asarray(values)
+
+    def places(row: Any, value: Any) -> Any:
+        return jnp.searchsorted(row, value, side=side).astype(narrowed(out_type))
+
+    for _ in rows.shape[:-1]:
+        places = jax.vmap(places)
+    return places(rows, given)
+
+
+class TopK(NamedTuple):
+    """What `top_k` returns."""
+
+    values: Any
+    indices: Any
+
+
 @operation("math.top_k", "nn.top_k")
 def top_k(input: TensorLike, k: int = 1, sorted: bool = True) -> Any:
     """The k largest elements of each row, and where they are."""
-    return ops.top_k(tensor(input), k, sorted)
+    return TopK(*ops.top_k(tensor(input), k, sorted))
 
 
 @operation("math.in_top_k", "nn.in_top_k")
 def in_top_k(targets: TensorLike, predictions: TensorLike, k: int) -> Any:
     """Whether the target of each row is among its k largest elements."""
-    return ops.in_top_k(targets, predictions, k)
+    return ops.in_top_k(tensor(targets), tensor(predictions), k)
 
 
 @operation("math.bincount")
@@ -190,8 +218,17 @@ def bincount(arr: TensorLike, weights: TensorLike = None, minlength: int | None 
 
 def _segments(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(data: TensorLike, segment_ids: TensorLike, num_segments: Any = None) -> Any:
-        """Over the rows of each segment, by the numbers in `segment_ids`."""
-        count = None if num_segments is None else int(num_segments)
+        """Over the rows of each segment, by the numbers in `segment_ids`.
+
+        Raises:
+            ProgramError: the number of segments is known only when the program runs.
+        """
+        if num_segments is None and is_device_value(segment_ids):
+            raise ProgramError(
+                "How many segments there are is a part of the shape of the result, and must be known "
+                "when the program is made. Use tf.math.unsorted_segment_... with num_segments=."
+            )
+        count = int(np.max(segment_ids)) + 1 if num_segments is None else int(num_segments)
         return function(jnp.asarray(data), jnp.asarray(segment_ids), num_segments=count)
 
     return computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,20 @@ import numpy as np
 from keras import ops
 
 from tailrace.compat.arguments import Axes
+from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
+from tailrace.compat.tensorflow.operations.lengths import is_symbol, lengths_of
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
+
+
+def _listed(value: TensorLike) -> Any:
+    """Lists as tensors; numbers as they are, so that they take the dtype of tensors beside them."""
+    return tensor(value) if isinstance(value, list | tuple) else value
 
 
 def shape_of(given: object) -> tuple[int, ...]:
@@ -26,7 +34,7 @@ def shape_of(given: object) -> tuple[int, ...]:
     if isinstance(given, int | np.integer):
         return (int(given),)
     if isinstance(given, list | tuple):
-        return tuple(int(each) for each in given)
+        return tuple(each if is_symbol(each) else int(each) for each in given)
     return tuple(int(each) for each in np.asarray(given).reshape(-1))
 
 
@@ -128,8 +136,10 @@ def one_hot(
 @operation("sequence_mask")
 def sequence_mask(lengths: TensorLike, maxlen: int | None = None, dtype: DTypeLike = "bool") -> Any:
     """For each length, true for as many places."""
+    # Of a list the longest is known, in a program too.
+    longest = np.max(lengths) if isinstance(lengths, list | tuple) else jnp.max(tensor(lengths))
     lengths = tensor(lengths)
-    size = int(jnp.max(lengths)) if maxlen is None else int(maxlen)
+    size = int(longest if maxlen is None else maxlen)
     return (jnp.arange(size) < lengths[..., None]).astype(narrowed(dtype))
 
 
@@ -156,20 +166,23 @@ def bitcast(input: TensorLike, type: DTypeLike) -> Any:
 
 @operation("shape")
 def shape(input: TensorLike, out_type: DTypeLike = "int32") -> Any:
-    """The shape, as an array."""
-    return jnp.asarray(ops.shape(tensor(input)), narrowed(out_type))
+    """The shape, as an array; its lengths stay known in a program."""
+    input = tensor(input)
+    return lengths_of(input, tuple(ops.shape(input)), out_type)
 
 
 @operation("size")
 def size(input: TensorLike, out_type: DTypeLike = "int32") -> Any:
     """How many elements there are."""
-    return jnp.asarray(np.prod(tensor(input).shape, dtype=np.int64), narrowed(out_type))
+    input = tensor(input)
+    return lengths_of(input, math.prod(input.shape), out_type)
 
 
 @operation("rank")
 def rank(input: TensorLike) -> Any:
     """How many axes there are."""
-    return jnp.asarray(len(tensor(input).shape), jnp.int32)
+    input = tensor(input)
+    return lengths_of(input, len(input.shape), "int32")
 
 
 # -- moving -----------------------------------------------------------------------------------------
@@ -177,8 +190,28 @@ def rank(input: TensorLike) -> Any:
 
 @operation("reshape")
 def reshape(tensor: TensorLike, shape: ShapeLike) -> Any:
-    """The elements in another shape; one length may be -1."""
+    """The elements in another shape; one length may be -1, or the unknown one of a symbolic tensor."""
+    if isinstance(shape, list | tuple):
+        shape = [-1 if length is None else length for length in shape]
     return ops.reshape(tensor, shape_of(shape))
+
+
+@operation("ensure_shape")
+def ensure_shape(x: TensorLike, shape: ShapeLike) -> Any:
+    """The tensor, if it has this shape; None is any length.
+
+    Raises:
+        IPUValueError: it has another.
+    """
+    found, wanted = tensor(x), tuple(shape)
+    same = len(found.shape) == len(wanted) and all(
+        b is None or a == b for a, b in zip(found.shape, wanted, strict=True)
+    )
+    if not same:
+        raise IPUValueError(
+            f"tf.ensure_shape: shape {tuple(found.shape)} is not compatible with {wanted}."
+        )
+    return found
 
 
 @operation("expand_dims")
@@ -258,6 +291,7 @@ def pad(
     constant_values: TensorLike = 0,
 ) -> Any:
     """A tensor with more elements around it."""
+    tensor = _listed(tensor)
     widths = [tuple(shape_of(each)) for each in paddings]
     kind = mode.lower()
     if kind == "constant":
@@ -274,7 +308,7 @@ def broadcast_to(input: TensorLike, shape: ShapeLike) -> Any:
 @operation("reverse")
 def reverse(tensor: TensorLike, axis: Axes) -> Any:
     """Backwards along these axes."""
-    return ops.flip(tensor, axis=tuple(shape_of(axis)))
+    return ops.flip(_listed(tensor), axis=tuple(shape_of(axis)))
 
 
 @operation("roll")
@@ -291,7 +325,7 @@ def where(condition: TensorLike, x: TensorLike = None, y: TensorLike = None) -> 
     """The one where a condition holds and the other elsewhere; or the places where it holds."""
     if x is None and y is None:
         return jnp.argwhere(jnp.asarray(condition))
-    return ops.where(condition, x, y)
+    return ops.where(*map(_listed, (condition, x, y)))
 
 
 @operation("gather")

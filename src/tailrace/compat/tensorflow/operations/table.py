@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from tailrace.compat.ipu.graph.deferred import (
@@ -18,6 +19,7 @@ from tailrace.compat.ipu.graph.deferred import (
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
 from tailrace.compat.tensorflow import host
+from tailrace.compat.tensorflow.operations import lengths
 from tailrace.data.array_like import TensorLike
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
@@ -36,6 +38,7 @@ def operation(
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         takes_name = "name" in inspect.signature(function).parameters
+        computes_lengths = paths[0].rpartition(".")[2] in lengths.OPERATIONS
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -46,6 +49,9 @@ def operation(
                 return deferred_call(called, args, kwargs)
             if not takes_name:
                 kwargs.pop("name", None)
+            if computes_lengths and lengths.are_lengths(leaves((args, kwargs))):
+                with jax.ensure_compile_time_eval():
+                    return mapped(lengths.known, function(*args, **kwargs))
             return function(*_plain(args), **_plain(kwargs))
 
         called.__name__ = called.__qualname__ = paths[0].rpartition(".")[2]
