@@ -14,7 +14,7 @@ from tailrace.page.findings.ratios import ratios
 from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import LayerMap, layer_map
 from tailrace.page.report.charts import curve_svg, map_svg
-from tailrace.page.summary import Rows, number, numbers, what_ran
+from tailrace.page.summary import TIME, Rows, number, numbers, time_rows, what_ran
 from tailrace.runs.profiles import read_profile
 
 MOST_ROWS = 400
@@ -34,6 +34,8 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
     """The heading and HTML of each section that the run has data for."""
     yield "Numbers", _table(numbers(followed))
     yield "Findings", _findings(followed)
+    if rows := time_rows(followed):
+        yield TIME, _table(rows)
     curves = history_curves(followed)
     for name, curve in curves.items():
         if len(curve.steps):

@@ -236,6 +236,7 @@ class Fit:
             self.stopping = True
             return
         self._pending.append(ticket)
+        self.journal.began(ticket)
         progress.steps += length
         progress.elements += length * engine.elements_per_step
         if measuring:
