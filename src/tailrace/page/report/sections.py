@@ -50,7 +50,8 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
     if table := _tensors(followed):
         yield "Tensors, in the last quarter of the run", table
     if (profile := read_profile(followed.directory)) is not None:
-        yield "Time by scope", f"{profile._repr_html_()}<figure>{profile.treemap()}</figure>"
+        whole = f"{profile._repr_html_()}<figure>{profile.treemap()}</figure>"
+        yield "Time by scope", f'<div class="profile">{whole}</div>'
     if (plan := followed.readable().plan) is not None:
         yield "Pipeline", f'<figure class="plan">{plan.draw(format="svg")}</figure>'
     for heading, rows in what_ran(followed).items():
