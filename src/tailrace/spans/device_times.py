@@ -29,6 +29,9 @@ _SPANS = {
 
 _DISPATCH = "dispatch"
 
+LEAVE_S = 1.0
+"""How long the end of a fit waits for the thread, whose executions have all ended by then."""
+
 Interval = tuple[int, int]
 """A start and an end, in nanoseconds of `time.perf_counter_ns`."""
 
@@ -63,13 +66,14 @@ class DeviceTimes:
         self._thread, self._since = threading.get_ident(), time.perf_counter_ns()
         self._spans, self._runs, self._free = [], deque(), self._since
         waiting = self._waiting = queue.SimpleQueue()
-        threading.Thread(target=_wait, args=(waiting,), name="tailrace-times", daemon=True).start()
+        thread = threading.Thread(target=_wait, args=(waiting,), name="tailrace-times", daemon=True)
+        thread.start()
         try:
             with recorder.listening(self):
                 yield
         finally:
-            # Not joined: it may be waiting for an execution that is stuck.
             waiting.put(None)
+            thread.join(LEAVE_S)  # it may be waiting for an execution that is stuck; it is a daemon
 
     def add(self, name: str, start: int, about: object) -> None:
         """Take in a span that has ended; called by `span`."""
@@ -123,7 +127,7 @@ def _divided(
 ) -> tuple[float, ...]:
     """The seconds of each activity in a period; they add up to it."""
     idle = list(_between(period, busy))
-    seconds = dict.fromkeys(ACTIVITIES, 0)
+    seconds: dict[str, int] = dict.fromkeys(ACTIVITIES, 0)
     for name, start, end in spans:
         if name in _SPANS:
             seconds[_SPANS[name]] += sum(_overlap((start, end), each) for each in idle)
