@@ -271,3 +271,22 @@ def test_a_real_pipeline_has_records_behind_its_cells(tmp_path):
             at = (record.steps == row["step"]) & (record.microbatches == unit.microbatch)
             assert row["step"] == 2
             assert row["std"] == pytest.approx(float(record.values["std"][at][0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("period", [1, 2, 10, 16, 100])
+@pytest.mark.parametrize("together", [1, 7, 10_000])
+def test_records_of_every_nth_step_leave_no_column_empty(period, together):
+    columns = StepColumns(0, ())
+    steps = np.repeat(np.arange(period - 1, 3000, period), 2)  # two microbatches
+    for start in range(0, len(steps), together):
+        part = steps[start : start + together]
+        columns.close_gaps(part)
+        columns.add(part, np.ones(len(part)))
+    assert columns.count.sum() == len(steps)
+    assert (columns.count > 0).all()
+
+
+def test_a_longer_gap_of_a_resumed_run_does_not_widen_columns():
+    columns = StepColumns(0, ())
+    columns.close_gaps(np.array([0, 1, 2, 50, 51]))
+    assert columns.width == 1

@@ -106,7 +106,8 @@ export class HeatMap {
     const longest = Math.max(...names.slice(0, 2000).map((name) => name.length), 4) * CHARACTER + 12;
     this.left = Math.min(longest, wide * (wide < 600 ? 0.3 : 0.34));
     this.tall = Math.min(this.mostHeight, Math.max(24, names.length * this.rowHeight));
-    this.right = wide - (lines.length ? 132 : 2);
+    const beside = Math.max(...lines.map(({ text }) => text.length), 0) * CHARACTER + 10;
+    this.right = wide - (lines.length ? Math.min(beside, Math.max(132, wide * 0.25)) : 2);
     const height = TOP + this.tall + 22;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = wide * ratio;
