@@ -17,7 +17,7 @@ from tailrace.page.colours import NONFINITE, SCALE
 from tailrace.page.curves import Curve, history_curves
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
-from tailrace.page.layers import layer_map
+from tailrace.page.layers import layer_map, without_gaps
 from tailrace.page.measures import SOURCES, TITLES
 from tailrace.page.summary import TIME, numbers, state, time_rows, what_ran
 from tailrace.page.tensors import exponents, format_limits, places, statistics
@@ -149,13 +149,14 @@ class Answers:
 
         def of(followed: FollowedRun) -> Any:
             found = layer_map(followed, measure, query.get("select") or "*")
+            values = found.values[:MOST_ROWS]
             return {
                 "names": found.names[:MOST_ROWS],
                 "total": len(found.names),
                 "first": int(found.steps[0]) if len(found.steps) else 0,
                 "width": found.width,
                 "columns": len(found.steps),
-                "values": _packed(found.values[:MOST_ROWS]),
+                "values": _packed(values if measure == "nonfinite" else without_gaps(values)),
                 "problems": found.problems,
             }
 
