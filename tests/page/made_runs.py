@@ -9,7 +9,7 @@ import zarr
 from tailrace.runs.info import write_info
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
-from tailrace.runs.tables.tables import COORDINATES, EXECUTION, HistoryTable
+from tailrace.runs.tables.tables import COORDINATES, EXECUTION, TIMES, HistoryTable
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 EPOCH = 1.7e9
@@ -119,7 +119,17 @@ class MadeRun:
             columns.add_column("values", np.dtype(np.int32), (NUM_BINS,), dims, tensors=len(names))
         return columns
 
-    def grow(self, metrics, *, stats=None, histograms=None, seconds=None, writing=True, fit=None):
+    def grow(
+        self,
+        metrics,
+        *,
+        stats=None,
+        histograms=None,
+        seconds=None,
+        writing=True,
+        fit=None,
+        times=None,
+    ):
         """Add steps.
 
         Args:
@@ -129,6 +139,7 @@ class MadeRun:
             seconds: how long the steps took, as one execution; a hundredth of a second each if None.
             writing: whether there may be more.
             fit: the first step of the fit that they belong to.
+            times: the seconds of each activity, as `DeviceTimes` counts them.
         """
         steps = len(metrics["loss"])
         rows = np.arange(self.steps, self.steps + steps)
@@ -162,7 +173,11 @@ class MadeRun:
             row["fit"] = [fit]
             if "fit" not in self._ends:
                 self._ends.add_column("fit", np.dtype("int64"), (), ())
-        self._ends.append(1, {k: np.array(v, EXECUTION.get(k, "int64")) for k, v in row.items()})
+        more = {} if times is None else {TIMES: np.array([times], np.float64)}
+        if more and TIMES not in self._ends:
+            self._ends.add_column(TIMES, np.dtype("float64"), (len(times),), ["activity"])
+        rows = {k: np.array(v, EXECUTION.get(k, "int64")) for k, v in row.items()}
+        self._ends.append(1, {**rows, **more})
         self.steps += steps
         self.commit(writing=writing)
 

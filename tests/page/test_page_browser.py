@@ -12,6 +12,10 @@ from made_runs import NAMES, MadeRun, add_report, bell, falling, healthy_stats
 from playwright.sync_api import Error, expect, sync_playwright
 
 import tailrace as tr
+from tailrace.page.report.report import write_report
+from tailrace.profiling.profile.measurement import Row
+from tailrace.profiling.profile.pipeline_times import Cell, PipelineTimes
+from tailrace.profiling.profile.profile import Profile
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -308,6 +312,69 @@ def test_axe_finds_nothing_serious(tmp_path, made, served, look, scheme, width):
             if one["impact"] in ("serious", "critical")
         ]
         assert not serious, (view, serious)
+
+
+def written_texts(page, view):
+    """What is written on the canvases of a view."""
+    page.evaluate(
+        """() => {
+             window.texts = [];
+             const plain = CanvasRenderingContext2D.prototype.fillText;
+             CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+               window.texts.push(text);
+               return plain.call(this, text, ...rest);
+             };
+           }"""
+    )
+    page.evaluate("view => { location.hash = view }", view)
+    ready(page)
+    page.wait_for_function("window.texts.length")
+    return page.evaluate("window.texts")
+
+
+@pytest.mark.parametrize("length", range(6, 12))
+def test_names_of_any_length_are_whole_where_there_is_room(tmp_path, served, look, length):
+    name = "grad/" + "w" * (length - 5)
+    run = MadeRun(tmp_path / "run", [name])
+    run.grow({"loss": falling(60)}, stats={"std": np.ones((60, 1))}, writing=False)
+    assert name in written_texts(look(served(run.directory).address), "layers")
+
+
+def test_labels_of_an_axis_differ(tmp_path, served, look):
+    run = MadeRun(tmp_path / "run")
+    run.grow({"loss": falling(60), "accuracy": np.linspace(0.998, 1, 60)}, writing=False)
+    page = look(served(run.directory).address, "runs")
+    written_texts(page, "overview")
+    expected = {"0.998", "0.9985", "0.999", "0.9995"}
+    page.wait_for_function("all => all.every((t) => window.texts.includes(t))", arg=[*expected])
+
+
+def test_a_report_fits_a_phone(tmp_path, chromium):
+    run = pipelined(tmp_path / "pipe")
+    cells = tuple(
+        Cell(tick, unit.device, unit.kind, unit.stage, unit.microbatch, 1.0, 1.0)
+        for tick, units in enumerate(tr.plan(stages=2, microbatches=4).ticks)
+        for unit in units
+    )
+    works = dict.fromkeys(("works", "waits for the slowest stage", "exchanges", "updates"), 0.1)
+    times = PipelineTimes(cells, {0: works, 1: works}, (1.0,), (1.0,), 0.1, 0.1, 4.0, 4.0, 0.2)
+    rows = tuple(
+        Row("forward", f"encoder/layer{n}/attention", 1.0, 1e9, 1e9, 0.5, 1, {}) for n in range(3)
+    )
+    profile = Profile(rows, 10, 1, 1.0, 1.0, "cpu", 1.0, 1.0, {"stash": 5}, times)
+    profile.save(run.directory / "profile.json")
+    path = write_report(run.directory)
+    for width in (360, 1280):
+        page = chromium.new_page(viewport={"width": width, "height": 740})
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # Whole words: the table scrolls.
+        row = page.locator(".profile tbody td").first.bounding_box()
+        assert row["height"] < 40
+        assert page.locator(".profile svg text").first.evaluate(
+            "t => getComputedStyle(t).fill"
+        ) == ("rgb(255, 255, 255)")
+        page.close()
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,8 @@ from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 import tailrace as tr
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
-from tailrace.page.summary import numbers
+from tailrace.page.summary import numbers, time_rows
+from tailrace.spans.device_times import ACTIVITIES
 
 STEPS = 120
 GRADS = [NAMES.index(f"grad/layer{n}/w") for n in range(4)]
@@ -282,3 +283,55 @@ def test_a_table_that_cannot_be_read_is_a_finding_and_others_are_judged(made):
         chunk.unlink()
     found = findings(FollowedRun(made.directory))
     assert any("is truncated: the chunk" in one.text for one in found)
+
+
+def waiting(tmp_path, **seconds):
+    """A run of which each execution but the first spent these seconds."""
+    run = MadeRun(tmp_path / "run")
+    for number in range(4):
+        spent = {"device": 1.0, "compilation": 30.0} if not number else seconds
+        run.grow({"loss": falling(10)}, times=[spent.get(name, 0.0) for name in ACTIVITIES])
+    return FollowedRun(run.directory)
+
+
+def test_a_device_that_waits_for_data(tmp_path):
+    followed = waiting(tmp_path, device=1.0, data=3.0)
+    (finding,) = findings(followed)
+    assert finding.topic == "waits for data"
+    assert "75 % of the time (9.0 s of 12.0 s)" in finding.text
+    assert "about 4.0 times as fast" in finding.text
+    assert dict(numbers(followed))["bound by"] == "data: the device waits for it 75 % of the time"
+    assert time_rows(followed) == [
+        ("it waits for data", "9.0 s, 75.0 %; without it 4.00 times as fast"),
+        ("the device computes", "3.0 s, 25.0 %"),
+        ("before: the first execution of each fit", "31.0 s, of which the compiler 30.0 s"),
+    ]
+
+
+@pytest.mark.parametrize("cause", [name for name in ACTIVITIES if name != "device"])
+def test_each_wait_has_its_finding_and_a_short_one_has_none(tmp_path, cause):
+    (finding,) = findings(waiting(tmp_path / "long", device=1.0, **{cause: 1.0}))
+    assert finding.topic == f"waits for {cause}"
+    assert findings(waiting(tmp_path / "short", device=1.0, **{cause: 0.1})) == []
+
+
+def test_a_device_that_computes_is_the_limit(tmp_path):
+    followed = waiting(tmp_path, device=1.9, host=0.1)
+    assert findings(followed) == []
+    assert dict(numbers(followed))["bound by"] == "the device: it computes 95 % of the time"
+
+
+def test_a_long_start_is_noted(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    run.grow({"loss": falling(10)}, times=[1.0, 0, 99.0, 0, 0, 0, 0])
+    run.grow({"loss": falling(10)}, times=[50.0, 0, 0, 0, 0, 0, 0])
+    (finding,) = findings(FollowedRun(run.directory))
+    assert finding.text.startswith("The start took 1 min 40 s, of which the compiler 1 min 39 s.")
+
+
+def test_times_of_another_form_are_damage(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    run.grow({"loss": falling(10)}, times=[1.0, 2.0])
+    followed = FollowedRun(run.directory)
+    with pytest.raises(tr.TailraceError, match="not seconds of each activity"), followed.reading():
+        findings(followed)

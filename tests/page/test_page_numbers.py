@@ -15,7 +15,7 @@ from tailrace.page.cells import cell_records, grid
 from tailrace.page.curves import curve, history_curves, speeds
 from tailrace.page.findings.layer_order import layers
 from tailrace.page.followed import FollowedRun
-from tailrace.page.layers import layer_map
+from tailrace.page.layers import layer_map, without_gaps
 from tailrace.page.steps import MOST_COLUMNS, StepColumns
 from tailrace.page.tensors import exponents, statistics
 
@@ -271,3 +271,36 @@ def test_a_real_pipeline_has_records_behind_its_cells(tmp_path):
             at = (record.steps == row["step"]) & (record.microbatches == unit.microbatch)
             assert row["step"] == 2
             assert row["std"] == pytest.approx(float(record.values["std"][at][0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("period", [1, 2, 10, 16, 100])
+@pytest.mark.parametrize("together", [1, 7, 10_000])
+def test_records_of_every_nth_step_leave_no_column_empty(period, together):
+    columns = StepColumns(0, ())
+    steps = np.repeat(np.arange(period - 1, 3000, period), 2)  # two microbatches
+    for start in range(0, len(steps), together):
+        part = steps[start : start + together]
+        columns.close_gaps(part)
+        columns.add(part, np.ones(len(part)))
+    assert columns.count.sum() == len(steps)
+    assert (columns.count > 0).all()
+
+
+def test_a_longer_gap_of_a_resumed_run_does_not_widen_columns():
+    columns = StepColumns(0, ())
+    columns.close_gaps(np.array([0, 1, 2, 50, 51]))
+    assert columns.width == 1
+
+
+def test_rows_are_drawn_without_the_gaps_of_their_taps():
+    values = np.full((4, 40), np.nan)
+    values[0] = 1  # every step
+    values[1, 9::10] = [1, 2, 3, 4]
+    values[2, [4, 9, 14, 29, 34]] = 5  # two records are missing
+    values[3, 20] = 7  # a single record is not periodic
+    drawn = without_gaps(values)
+    assert drawn[0].tolist() == [1] * 40
+    assert drawn[1].tolist() == [1] * 10 + [2] * 10 + [3] * 10 + [4] * 10
+    assert np.isnan(drawn[2]).tolist() == [False] * 15 + [True] * 10 + [False] * 10 + [True] * 5
+    assert np.isfinite(drawn[3]).sum() == 1
+    assert np.isfinite(values).sum() == 40 + 4 + 5 + 1  # the values themselves stay

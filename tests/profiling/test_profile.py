@@ -279,3 +279,20 @@ def test_kernels_of_a_graph_have_the_names_of_instructions():
     found = resolved(operations, programs)
     assert [one.name for one in found] == ["tanh.1", "loop_add_fusion.3", "nvjet_tst_64x8"]
     assert [programs[7].place(one.name) is not None for one in found] == [True, True, False]
+
+
+@pytest.mark.cpu
+def test_memory_of_a_pipeline_by_owner():
+    """Not `loop`: its buffers hold parameters, optimizer state and the stash of its stages."""
+    params = [np.full((64, 256), 0.01, np.float32), np.full((256, 64), 0.01, np.float32)]
+    stages = [lambda w, x: jnp.tanh(x @ w), lambda w, h: h @ w]
+    pipeline = tr.Pipeline(stages, lambda y: (y**2).mean(), accumulation=4)
+    trainer = tr.Trainer(pipeline, optax.sgd(0.1, momentum=0.9), params, steps_per_execution=2)
+    data = tr.batches(np.ones((64, 64), np.float32), 8, repeat=True)
+    memory = trainer.profile(data, executions=1).memory
+    # On one of the two devices.
+    assert memory["parameters"] == params[0].nbytes
+    assert memory["optimizer state"] == params[0].nbytes
+    assert memory["elements"] == 2 * 4 * 8 * 64 * 4
+    # The residuals of at least the two microbatches in flight on the first stage.
+    assert memory["stash"] >= 2 * 8 * 256 * 4

@@ -78,6 +78,9 @@ def test_a_keras_run(keras, tmp_path):
     assert list(run.records["grad/up/kernel"].steps) == list(range(8))
     assert run.catalogue["grad/up/kernel"].shape == (6, 5)
     assert "keras" in run.info["versions"]
+    times = run.executions["times"]  # by what the device did
+    assert times.shape == (len(run.executions["ended"]), 7)
+    assert (times[:, 0] > 0).all()
 
 
 class Stop(Exception):

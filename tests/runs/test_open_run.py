@@ -128,6 +128,9 @@ def test_a_damaged_root(finished):
     (finished / "zarr.json").write_text(text.replace("committed", "other"))
     with pytest.raises(tr.errors.RunError, match="is damaged: zarr.json cannot be read .KeyError"):
         tr.open_run(finished)
+    (finished / "zarr.json").unlink()
+    with pytest.raises(tr.errors.RunError, match="because it is missing.* copy the run again"):
+        tr.open_run(finished)
 
 
 def test_a_missing_and_a_truncated_chunk(finished):

@@ -133,10 +133,15 @@ def _spans(rows: dict[str, np.ndarray]) -> np.ndarray:
 
     What happens between two fits, or between a crash and the resumed fit, is not training.
     """
-    seconds = np.diff(rows["ended"])
-    other = np.zeros(len(seconds), bool)
+    return np.where(begins_fit(rows)[1:], np.nan, np.diff(rows["ended"]))
+
+
+def begins_fit(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """Whether each execution is the first of a fit, or of a resumed one."""
+    first = np.zeros(len(rows["ended"]), bool)
+    first[:1] = True
     if "fit" in rows:
-        other |= np.diff(rows["fit"]) != 0
+        first[1:] |= np.diff(rows["fit"]) != 0
     if "resumed" in rows:
-        other |= rows["resumed"][1:] == 1
-    return np.where(other, np.nan, seconds)
+        first |= rows["resumed"] == 1
+    return first

@@ -57,6 +57,32 @@ class LayerMap:
         return out
 
 
+def without_gaps(values: np.ndarray) -> np.ndarray:
+    """Rows to draw: the record of every n-th column also fills the n - 1 columns before it.
+
+    A tap with `mode=tr.every(n)` records the last of n steps.
+
+    Args:
+        values: [rows, columns]; NaN where there is no record.
+
+    >>> without_gaps(np.array([[np.nan, 1, np.nan, 2, np.nan, 3, np.nan, 4]]))
+    array([[1., 1., 2., 2., 3., 3., 4., 4.]])
+    """
+    drawn, there = values.copy(), np.isfinite(values)
+    rows: dict[bytes, list[int]] = {}
+    for row in np.flatnonzero(~there.all(axis=1)):  # the tensors of a table have the same columns
+        rows.setdefault(there[row].tobytes(), []).append(int(row))
+    for same in rows.values():
+        filled = np.flatnonzero(there[same[0]])
+        if len(filled) < 4:
+            continue
+        # The smallest gap: longer ones are missing records.
+        for back in range(1, int(np.diff(filled).min())):
+            at = filled[filled >= back]
+            drawn[np.ix_(same, at - back)] = values[np.ix_(same, at)]
+    return drawn
+
+
 def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") -> LayerMap:
     """A measure of all selected tensors over the steps of a run."""
     problems: list[str] = []

@@ -40,6 +40,7 @@ class StepColumns:
         self.first, self.width = first, 1
         self.total = np.zeros((0, *shape))
         self.count = np.zeros((0, *shape), np.int64)
+        self._last, self._gaps = -1, np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self.total)
@@ -62,6 +63,25 @@ class StepColumns:
         np.add.at(
             self.count, where[starts], np.add.reduceat(there.astype(np.int64), starts, axis=0)
         )
+
+    def close_gaps(self, steps: np.ndarray) -> None:
+        """Widen columns so that records of every n-th step leave none empty; before `add`.
+
+        >>> columns = StepColumns(0, ())
+        >>> columns.close_gaps(np.arange(9, 100, 10))
+        >>> columns.width
+        16
+        """
+        known = np.unique(steps[steps > self._last])
+        if not len(known):
+            return
+        before = known[:1] if self._last < 0 else np.array([self._last])
+        gaps = np.diff(np.concatenate([before, known]))
+        # The smallest of several: a resumed run may have a longer gap.
+        self._gaps = np.sort(np.concatenate([self._gaps, gaps[gaps > 0]]))[:3]
+        self._last = int(known[-1])
+        if len(self._gaps) == 3:
+            self.widen(1 << (int(self._gaps[0]) - 1).bit_length())
 
     def _reach(self, last: int) -> None:
         needed = last - self.first + 1

@@ -9,6 +9,7 @@ from typing import Any
 from tailrace.messages import shown
 from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
+from tailrace.page.time_spent import DEVICE, time_spent
 
 MOST_CHARACTERS = 300
 """The most characters of a text from a file."""
@@ -18,6 +19,20 @@ OWN = (
     *("plan", "format", "run", "created"),
 )
 """Entries of run.json that have a row of their own, or none; others are shown as they are."""
+
+TIME = "Where the time went"
+"""The heading of `time_rows`."""
+
+WAITS = {
+    "device": "the device computes",
+    "data": "it waits for data",
+    "compilation": "it waits for the compiler",
+    "validation": "it waits for validation",
+    "callbacks": "it waits for callbacks",
+    "checkpoints": "it waits for checkpoints",
+    "host": "it waits for the rest of the host",
+}
+"""The label of each activity of a fit."""
 
 Rows = list[tuple[str, str]]
 
@@ -63,12 +78,49 @@ def numbers(followed: FollowedRun) -> Rows:
     if seconds > 0:
         rows.append(("speed", f"{number(steps / seconds)} steps/s"))
         rows.append(("time", f"{duration(seconds)} after the first execution of each fit"))
+    if bound := _bound_by(followed):
+        rows.append(("bound by", bound))
     for name, last in history.last().items():
         # With the first value: a loss says something only by how far it has come.
         first = float(history[name][0])
         when = "first step" if name in history.step_names else "first validation"
         rows.append((_text(name), f"{number(last)} ({when}: {number(first)})"))
     return rows
+
+
+def time_rows(followed: FollowedRun) -> Rows:
+    """The time of each activity after the start of a fit, and what would be won without it."""
+    spent = time_spent(followed)
+    if spent is None:
+        return []
+    rows: Rows = []
+    for name, seconds in sorted(spent.later.items(), key=lambda item: -item[1]):
+        if (share := spent.share(name)) < 0.0005:
+            continue
+        text = f"{duration(seconds)}, {100 * share:.1f} %"
+        if name != DEVICE and (won := spent.speedup(name)) >= 1.02:
+            text += f"; without it {won:.2f} times as fast"
+        rows.append((WAITS[name], text))
+    if (start := sum(spent.start.values())) > 0:
+        compiling = duration(spent.start["compilation"])
+        rows.append(
+            (
+                "before: the first execution of each fit",
+                f"{duration(start)}, of which the compiler {compiling}",
+            )
+        )
+    return rows
+
+
+def _bound_by(followed: FollowedRun) -> str:
+    """What a run is bound by, in a few words; empty if that is not known."""
+    spent = time_spent(followed)
+    if spent is None or not spent.seconds:
+        return ""
+    share = f"{100 * spent.share(spent.limit):.0f} % of the time"
+    if spent.limit == DEVICE:
+        return f"the device: it computes {share}"
+    return f"{spent.limit}: the device waits for it {share}"
 
 
 def what_ran(followed: FollowedRun) -> dict[str, Rows]:

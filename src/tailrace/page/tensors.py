@@ -72,7 +72,9 @@ class HistogramDigest:
                     counts = values.reshape(len(values), -1, NUM_BINS).sum(axis=1)
                 else:
                     counts = np.stack([count_exponents(value) for value in values])
-                self.columns.add(slab.column("step"), counts)
+                steps = slab.column("step")
+                self.columns.close_gaps(steps)
+                self.columns.add(steps, counts)
                 self.rows = slab.stop
             steps = first + self.columns.width * np.arange(len(self.columns))
             return Exponents(steps, self.columns.width, self.columns.total.copy())

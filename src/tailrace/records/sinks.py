@@ -32,6 +32,7 @@ class Finished:
         fingerprint: 8 bytes for each group of tensors, and the chain; empty if there are none.
         elements: the digest of each element, [steps, microbatches, replicas]; None if there are none.
         reading: the elements it consumed: their origin, by name; empty if unknown.
+        times: the seconds of each of `ACTIVITIES` since the execution before; empty if unknown.
     """
 
     first_step: int
@@ -43,6 +44,7 @@ class Finished:
     fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elements: np.ndarray | None = None
     reading: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    times: Sequence[float] = ()
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,7 @@ from tailrace.runs.tables.stored import (
     stored_records,
     stored_tables,
 )
-from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
+from tailrace.runs.tables.tables import EXECUTION, OPTIONAL, TIMES
 from tailrace.runs.tables.validations import read_validations
 from tailrace.taps.catalogue import Catalogue, Select
 
@@ -188,6 +188,8 @@ class Run:
         """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
 
         If known, also `fit` (its first step), `epoch`, `first_element`, `element_count` and `resumed`;
+        `times`, the seconds since the execution before by what the device did: it computed, or waited
+        for data, compilation, validation, callbacks, checkpoints or the host, [executions, 7];
         with `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`.
         Empty arrays for a run that was written before executions were kept.
         """
@@ -200,7 +202,7 @@ class Run:
             group = self._root["executions"]
             return {
                 name: read_rows(self.directory, "executions", group, name, 0, count)
-                for name in (*EXECUTION, *(name for name in OPTIONAL if self._has(group, name)))
+                for name in (*EXECUTION, *(n for n in (*OPTIONAL, TIMES) if self._has(group, n)))
             }
 
     @property

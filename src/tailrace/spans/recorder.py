@@ -10,8 +10,9 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import jax
@@ -99,17 +100,18 @@ class Recorder:
 
     def open(self) -> None:
         """Start recording."""
-        global _recorders
+        global _recorders, _listeners
         self.began = time.perf_counter_ns()
         with _lock:
-            # A new tuple each time: readers take it without the lock, and see one state or the other.
-            _recorders = (*_recorders, self)
+            # New tuples each time: readers take them without the lock, and see one state or the other.
+            _recorders, _listeners = (*_recorders, self), (*_listeners, self)
 
     def close(self) -> None:
         """Stop recording; waits for executions in flight."""
-        global _recorders
+        global _recorders, _listeners
         with _lock:
             _recorders = tuple(one for one in _recorders if one is not self)
+            _listeners = tuple(one for one in _listeners if one is not self)
         self._watch.stop()
         if self.profiler is not None:
             self.profiler.stop()
@@ -193,10 +195,37 @@ class _Watch:
             del ticket, item
 
 
+class Listener(Protocol):
+    """Takes in the spans of all threads; a recorder is one."""
+
+    def add(self, name: str, start: int, about: dict[str, Any]) -> None:
+        """Called at the end of a span, by its thread."""
+        ...
+
+
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
+_listeners: tuple[Listener, ...] = ()
 
 
 def recorders() -> tuple[Recorder, ...]:
     """The open recorders."""
     return _recorders
+
+
+def listeners() -> tuple[Listener, ...]:
+    """The open recorders, and what else takes in spans."""
+    return _listeners
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """While a listener takes in spans."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners = tuple(one for one in _listeners if one is not listener)

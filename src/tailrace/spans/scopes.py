@@ -6,6 +6,8 @@ STAGES = "tailrace.stages"
 FEEDS = "tailrace.feeds"
 TAPS = "tailrace.taps"
 OPTIMIZER = "optimizer"
+STASH = "tailrace.stash"
+"""The buffers in which stages keep values for their backward."""
 
 
 def unit_scope(kind: str, stage: int, member: int) -> str:

@@ -3,7 +3,7 @@
     with span("checkpoint", step=120):
         ...
 
-Without an open trace, both check one tuple and return.
+Without an open trace, both check one tuple and return. A fit with a run directory listens to spans too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import OptionError
 from tailrace.spans import recorder
-from tailrace.spans.recorder import Ran, Recorder
+from tailrace.spans.recorder import Listener, Ran, Recorder
 
 if TYPE_CHECKING:
     import jax
@@ -39,10 +39,10 @@ _NOTHING = _Nothing()
 
 
 class _Span:
-    __slots__ = ("about", "name", "recorders", "start")
+    __slots__ = ("about", "listeners", "name", "start")
 
-    def __init__(self, recorders: tuple[Recorder, ...], name: str, about: dict[str, Any]) -> None:
-        self.recorders, self.name, self.about = recorders, name, about
+    def __init__(self, listeners: tuple[Listener, ...], name: str, about: dict[str, Any]) -> None:
+        self.listeners, self.name, self.about = listeners, name, about
         self.start = 0
 
     def __enter__(self) -> None:
@@ -52,7 +52,7 @@ class _Span:
         if kind is not None:
             # A span that ends by an exception is recorded too: it is often the one that is looked for.
             self.about["raised"] = kind.__name__
-        for each in self.recorders:
+        for each in self.listeners:
             each.add(self.name, self.start, self.about)
 
 
@@ -62,7 +62,7 @@ def span(name: str, **about: object) -> _Span | _Nothing:
     >>> with span("reading", file="digits"):
     ...     pass
     """
-    open_now = recorder.recorders()
+    open_now = recorder.listeners()
     return _Span(open_now, name, about) if open_now else _NOTHING
 
 
@@ -114,11 +114,11 @@ def counter(name: str, value: Any) -> None:
 
 @contextmanager
 def waiting_for(ticket: jax.Array, name: str) -> Iterator[None]:
-    """With an open trace: a span until an array is ready, then one for its use.
+    """If spans are recorded: one until an array is ready, then one for its use.
 
     Copying results waits for them first; only a separate wait shows how long the copy itself took.
     """
-    if is_traced():
+    if recorder.listeners():
         with span("execution wait"):
             ticket.block_until_ready()
     with span(name):

@@ -176,7 +176,7 @@ class Trainer(Measuring, LookingBack):
             fingerprint=check_fingerprint(fingerprint),
             sentinel=sentinel,
         )
-        self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
+        self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine), timed=True)
         most = check_count("observe_bytes", observe_bytes, at_least=0, error=OptionError)
         self._fits = Fits(self.engine, self._journal, parse_steps(steps_per_execution), most)
         self._evaluator = Evaluator(

@@ -55,7 +55,7 @@ class Training(Executions):
         super().__init__(model, placement_of(settings), count * settings.replicas)
         self.layout = Layout(model)
         self.engine: Engine | None = None
-        self.journal = Journal(settings.run_dir)
+        self.journal = Journal(settings.run_dir, timed=True)
         self._leaves: list[list[int]] = []
         self._form: Form | None = None
         self._short: ShortSteps | None = None
@@ -340,6 +340,7 @@ class Training(Executions):
         timing = room > 1 and self._timed < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
+        self.journal.began(ticket)
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
             seconds = (time.perf_counter() - started) / length

@@ -10,8 +10,10 @@ from tailrace.page.findings.nonfinite import nonfinite_findings
 from tailrace.page.findings.ratios import ratio_findings
 from tailrace.page.findings.spikes import spike_findings
 from tailrace.page.findings.units import unit_findings
+from tailrace.page.findings.waits import wait_findings
 from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import layer_map
+from tailrace.page.time_spent import time_spent
 
 ORDER = list(Severity)
 
@@ -35,6 +37,7 @@ def findings(followed: FollowedRun) -> list[Finding]:
         *ratio_findings(maps["rms"]),
         *course_findings(run.history, speeds(followed)[1]),
         *spike_findings(followed),
+        *wait_findings(time_spent(followed)),
     ]
     # Unreadable parts are findings too: a missing curve must not look like a healthy run. Once each,
     # although every measure has read the same tables.

@@ -9,7 +9,7 @@ import numpy as np
 from tailrace.messages import shown
 from tailrace.page.colours import BAD, NOTHING, SCALE, palette, shades, span
 from tailrace.page.curves import Curve
-from tailrace.page.layers import LayerMap
+from tailrace.page.layers import LayerMap, without_gaps
 from tailrace.page.report.png import data_address
 from tailrace.page.summary import number
 
@@ -96,7 +96,7 @@ def map_svg(layers: LayerMap) -> str:
     if marks:
         places = np.where(np.nan_to_num(layers.values) > 0, BAD, NOTHING).astype(np.uint8)
     else:
-        places = shades(layers.values, low, high, log)
+        places = shades(without_gaps(layers.values), low, high, log)
     # One image with a pixel per cell: a rectangle for each would be megabytes of SVG.
     image = data_address(places, palette())
     parts = [

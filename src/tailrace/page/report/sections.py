@@ -14,7 +14,7 @@ from tailrace.page.findings.ratios import ratios
 from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import LayerMap, layer_map
 from tailrace.page.report.charts import curve_svg, map_svg
-from tailrace.page.summary import Rows, number, numbers, what_ran
+from tailrace.page.summary import TIME, Rows, number, numbers, time_rows, what_ran
 from tailrace.runs.profiles import read_profile
 
 MOST_ROWS = 400
@@ -34,6 +34,8 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
     """The heading and HTML of each section that the run has data for."""
     yield "Numbers", _table(numbers(followed))
     yield "Findings", _findings(followed)
+    if rows := time_rows(followed):
+        yield TIME, _table(rows)
     curves = history_curves(followed)
     for name, curve in curves.items():
         if len(curve.steps):
@@ -48,7 +50,8 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
     if table := _tensors(followed):
         yield "Tensors, in the last quarter of the run", table
     if (profile := read_profile(followed.directory)) is not None:
-        yield "Time by scope", f"{profile._repr_html_()}<figure>{profile.treemap()}</figure>"
+        whole = f"{profile._repr_html_()}<figure>{profile.treemap()}</figure>"
+        yield "Time by scope", f'<div class="profile">{whole}</div>'
     if (plan := followed.readable().plan) is not None:
         yield "Pipeline", f'<figure class="plan">{plan.draw(format="svg")}</figure>'
     for heading, rows in what_ran(followed).items():

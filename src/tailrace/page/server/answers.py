@@ -17,9 +17,9 @@ from tailrace.page.colours import NONFINITE, SCALE
 from tailrace.page.curves import Curve, history_curves
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
-from tailrace.page.layers import layer_map
+from tailrace.page.layers import layer_map, without_gaps
 from tailrace.page.measures import SOURCES, TITLES
-from tailrace.page.summary import numbers, state, what_ran
+from tailrace.page.summary import TIME, numbers, state, time_rows, what_ran
 from tailrace.page.tensors import exponents, format_limits, places, statistics
 from tailrace.records.exponents import BIAS, format_sentences
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
@@ -87,7 +87,12 @@ class Answers:
 
     def about(self, query: dict[str, str]) -> Any:
         """The descriptions of the selected runs."""
-        return self._each(query, lambda followed: {"sections": what_ran(followed)})
+
+        def of(followed: FollowedRun) -> Any:
+            times = time_rows(followed)
+            return {"sections": ({TIME: times} if times else {}) | what_ran(followed)}
+
+        return self._each(query, of)
 
     def catalogue(self, query: dict[str, str]) -> Any:
         """The tensors of one run whose names contain all words of a search."""
@@ -144,13 +149,14 @@ class Answers:
 
         def of(followed: FollowedRun) -> Any:
             found = layer_map(followed, measure, query.get("select") or "*")
+            values = found.values[:MOST_ROWS]
             return {
                 "names": found.names[:MOST_ROWS],
                 "total": len(found.names),
                 "first": int(found.steps[0]) if len(found.steps) else 0,
                 "width": found.width,
                 "columns": len(found.steps),
-                "values": _packed(found.values[:MOST_ROWS]),
+                "values": _packed(values if measure == "nonfinite" else without_gaps(values)),
                 "problems": found.problems,
             }
 

@@ -1,7 +1,7 @@
 // Curves over steps, one line a run; where steps share a point, their range is a band.
 
 import { colour, el, runColour } from "./dom.js";
-import { number, whole } from "./numbers.js";
+import { labels, number, whole } from "./numbers.js";
 
 const HEIGHT = 220;
 const sync = "steps";
@@ -77,7 +77,7 @@ export class CurveCard {
         scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(this.range ? { range: this.range } : {}) } },
         axes: [
           { ...axis, size: 28, grid: { show: false }, values: (_, at) => at.map((v) => (v % 1 ? "" : whole(v))) },
-          { ...axis, size: 56, values: (_, at) => at.map((v) => (v == null ? "" : this.form(v, 3))) },
+          { ...axis, size: 56, values: (_, at) => labels(at, this.form) },
         ],
         cursor: { sync: { key: sync }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
         series,

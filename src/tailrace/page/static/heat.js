@@ -7,6 +7,7 @@ const ROW = 16;
 const MOST_HEIGHT = 620;
 const TOP = 7;
 const FONT = "11px ui-monospace, 'DejaVu Sans Mono', monospace";
+const CHARACTER = 6.7; // its width in this font
 
 const rgbOf = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
 
@@ -102,10 +103,11 @@ export class HeatMap {
     const ratio = window.devicePixelRatio || 1;
     const context = this.canvas.getContext("2d");
     context.font = FONT;
-    const longest = Math.max(...names.slice(0, 2000).map((name) => name.length), 4) * 6.7 + 12;
+    const longest = Math.max(...names.slice(0, 2000).map((name) => name.length), 4) * CHARACTER + 12;
     this.left = Math.min(longest, wide * (wide < 600 ? 0.3 : 0.34));
     this.tall = Math.min(this.mostHeight, Math.max(24, names.length * this.rowHeight));
-    this.right = wide - (lines.length ? 132 : 2);
+    const beside = Math.max(...lines.map(({ text }) => text.length), 0) * CHARACTER + 10;
+    this.right = wide - (lines.length ? Math.min(beside, Math.max(132, wide * 0.25)) : 2);
     const height = TOP + this.tall + 22;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = wide * ratio;
@@ -124,7 +126,8 @@ export class HeatMap {
   drawNames(context, names) {
     const each = this.tall / names.length;
     const every = Math.max(1, Math.ceil(13 / each));
-    const most = Math.floor((this.left - 12) / 6.7);
+    // The tolerance: 8 characters times their width, divided by it, may be 7.999.
+    const most = Math.floor((this.left - 12) / CHARACTER + 1e-6);
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (let row = 0; row < names.length; row += every) {

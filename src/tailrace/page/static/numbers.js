@@ -10,3 +10,12 @@ export function number(value, digits = 4) {
 
 export const whole = (value) => Math.round(value).toLocaleString("en");
 export const percent = (value) => `${number(100 * value, 3)} %`;
+
+// The labels of an axis, with as many digits as they need to differ.
+export function labels(values, form) {
+  for (let digits = 3; ; digits++) {
+    const texts = values.map((value) => (value == null ? "" : form(value, digits)));
+    const shown = texts.filter(Boolean);
+    if (digits === 8 || new Set(shown).size === shown.length) return texts;
+  }
+}

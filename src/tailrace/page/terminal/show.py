@@ -9,7 +9,7 @@ from tailrace.messages import shown
 from tailrace.page.findings.finding import Severity
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
-from tailrace.page.summary import Rows, numbers, what_ran
+from tailrace.page.summary import TIME, Rows, numbers, time_rows, what_ran
 from tailrace.page.terminal.chart import chart
 from tailrace.runs.profiles import read_profile
 
@@ -41,6 +41,8 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Renderab
                 parts.append(Text("\nloss", style="bold"))
                 parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
             parts += [Text("\nfindings", style="bold"), _findings(followed)]
+            if not brief and (rows := time_rows(followed)):
+                parts += [Text(f"\n{TIME.lower()}", style="bold"), _table(rows, width)]
             if not brief and (profile := read_profile(followed.directory)) is not None:
                 # Not wrapped: a narrow terminal breaks its lines, and a file gets them whole.
                 table = Text(str(profile), no_wrap=True, overflow="ignore")

@@ -22,6 +22,7 @@ from tailrace.pipeline.running.value_lookup import from_device
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import Buffer
 from tailrace.program.running.placement import Placement
+from tailrace.spans.scopes import STASH
 from tailrace.taps.counted_loop import OnePass
 from tailrace.taps.frame import Block, Emissions, Emitted
 from tailrace.taps.loop_passes import Passes, skipping
@@ -92,8 +93,9 @@ class PipelineProgram(DeviceProgram):
         )
         one = placement.replicas == 1
 
-        def call(*args: Tree) -> Any:
-            results, emitted, ticket = function(*args)
+        # By these names a profile knows its arguments in the compiled program.
+        def call(carried: Tree, read: Tree, elements: Tree, numbers: Tree, free: Tree) -> Any:
+            results, emitted, ticket = function(carried, read, elements, numbers, free)
             if one:  # no replica dim, as without replicas
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
             return results, emitted, ticket
@@ -126,7 +128,9 @@ class PipelineProgram(DeviceProgram):
 
         # Filled with zeros once per execution, or in every step if steps may be skipped. Old
         # content does not matter: slots are written before they are read.
-        start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
+        with jax.named_scope(STASH):
+            stash = None if self._skips else a.stash_layout.zeros()
+        start = (*self._entered(carried), stash)
         body: OnePass = one_pass
         # A skipped step takes its carry back, by a select that would copy the stash. So the stash
         # is not carried then.

@@ -22,7 +22,7 @@ from tailrace.pipeline.schedule.plan import Plan
 from tailrace.program.memory.activation_offload import check_fits
 from tailrace.program.running.device_program import Piece
 from tailrace.program.running.loop_layout import LoopLayout
-from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.loop_state import Buffer, LoopState
 from tailrace.program.running.segments import TracedLoop
 from tailrace.taps.catalogue import Entry
 
@@ -155,6 +155,16 @@ class StageLayout(LoopLayout):
             return leaf.reshape(*leaf.shape[:at], -1, *leaf.shape[at + 2 :])
 
         return jax.tree.map(merge, value)
+
+    def leaves_in(self, key: Any) -> list[int]:
+        """The leaves whose values are in a buffer, on any device."""
+        if not isinstance(key, Buffer):
+            return []
+        places = {key.number}
+        if key.kind == "held":
+            slots = (slot for device in self.assembly.held_layout.slots for slot in device.items())
+            places = {number for number, slot in slots if slot.buffer == key.number}
+        return [leaf for leaf, number in enumerate(self._numbers) if number in places]
 
     def stage_of(self, entry: Entry) -> int:
         """The stage that a tensor belongs to, by its name; -1 if to none or several."""

@@ -46,7 +46,12 @@ def as_html(profile: Measurement) -> str:
         body.append(f'<tr><td>{cells[0]}</td><td style="{bar}">{cells[1]}</td>{texts}</tr>')
     memory = f"<p>memory at its peak: {escape(_memory(profile))}</p>" if profile.memory else ""
     if profile.pipeline is not None:
-        memory += f"<pre>{escape(str(profile.pipeline))}\n\n{escape(profile.pipeline.grid())}</pre>"
+        sentence, _, table = str(profile.pipeline).partition("\n")
+        said = "The units of the grid, each with its time relative to the mean of such units:"
+        grid = escape(profile.pipeline.grid())
+        memory += (
+            f"<p>{escape(sentence)}</p><pre>{escape(table)}</pre><p>{said}</p><pre>{grid}</pre>"
+        )
     return (
         f"<p>{escape(_first_line(profile))}</p><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table>{memory}"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tailrace.profiling.programs.hlo_text import Instruction
 from tailrace.profiling.programs.named_operations import NamedProgram
 from tailrace.profiling.programs.op_names import Phase
+from tailrace.spans.scopes import STASH
 
 _PASSES_ON = {"bitcast", "while", "optimization-barrier", "copy-done", "get-tuple-element", "tuple"}
 _RUNS_OTHERS = {"while", "conditional", "call"}
@@ -123,5 +124,5 @@ def _owner(program: NamedProgram, one: Instruction) -> str:
         return str(Phase.LOOP)
     what = {Phase.FORWARD: "residuals", Phase.BACKWARD: "gradients"}.get(place.phase)
     if what is None:
-        return str(place.phase)
+        return "stash" if STASH in one.op_name else str(place.phase)
     return f"{what} of {place.scope}" if place.scope else what

@@ -32,6 +32,7 @@ OWN = {
     scopes.ACCUMULATION: Phase.ACCUMULATION,
     scopes.REPLICAS: Phase.REPLICAS,
     scopes.STAGES: Phase.STAGES,
+    scopes.STASH: Phase.STAGES,
     scopes.FEEDS: Phase.FEEDS,
     scopes.TAPS: Phase.TAPS,
 }

@@ -76,6 +76,14 @@ class LoopLayout(ABC):
         """The program of a piece of the loop."""
 
     @abstractmethod
+    def leaves_in(self, key: Any) -> list[int]:
+        """The leaves of the carry, by their index in the tree, that an array of the state holds.
+
+        Args:
+            key: the key of the array in `LoopState`.
+        """
+
+    @abstractmethod
     def stage_of(self, entry: Entry) -> int:
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
 

@@ -123,6 +123,10 @@ class ReplicaLayout(LoopLayout):
         """The program of a piece of the loop: the same on each replica."""
         return SegmentProgram(piece, self._each, self._spread)
 
+    def leaves_in(self, key: Any) -> list[int]:
+        """The leaf that the variable `key` is, if it is one."""
+        return [i for i, var in enumerate(self._program.traced.jaxpr.outvars) if var is key]
+
     def stage_of(self, entry: Entry) -> int:
         """The stage that the tensor was named in: -1, as there are none."""
         return entry.stage

@@ -279,6 +279,11 @@ def _check_density(file: Path, array: ZarrArray) -> None:
 def open_root(directory: Path, limit: int | None = None) -> Any:
     """The Zarr group of a run, for reading."""
     zarr = import_zarr()
+    if not (directory / "zarr.json").exists():
+        raise RunError(
+            f"The run '{shown(str(directory))}' is damaged: zarr.json cannot be read, because it is "
+            f"missing. It says how many rows count. If this is a copy, copy the run again."
+        )
     with describing(directory, "zarr.json"):
         from tailrace.runs.storage.stores import RunStore
 

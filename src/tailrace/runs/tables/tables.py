@@ -15,6 +15,7 @@ from tailrace.records.sinks import Finished
 from tailrace.runs.storage.attributes import sealed, unsealed
 from tailrace.runs.storage.files import ZarrGroup, describe_tree
 from tailrace.runs.tables.columns import Columns
+from tailrace.spans.device_times import ACTIVITIES
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 COORDINATES = "step microbatch replica stage"
@@ -29,6 +30,9 @@ first element in that pass, their number; and whether it is the first execution 
 
 OPTIONAL = {**dict.fromkeys(READING, "int64"), **dict.fromkeys((*GROUPS, CHAIN), "uint64")}
 """Optional columns: consumed elements and fingerprints."""
+
+TIMES = "times"
+"""An optional column: the seconds of each of `ACTIVITIES` since the execution before."""
 
 TAGS = ("steps", "microbatches", "replicas")
 """The columns that say when a value was computed; tensors of an execution mostly share these arrays."""
@@ -241,4 +245,10 @@ class ExecutionTable:
                 # No element has index -1, and 0 is the fingerprint of a group that was not taken.
                 missing = -1 if dtype == "int64" else 0
                 found[name] = np.array([one.get(name, missing) for one in values], dtype)
+        if any(done.times for done in executions):
+            width = len(ACTIVITIES)
+            if TIMES not in self.columns:
+                self.columns.add_column(TIMES, np.dtype("float64"), (width,), ["activity"])
+            unknown = [np.nan] * width
+            found[TIMES] = np.array([done.times or unknown for done in executions])
         self.columns.append(len(rows), found)

@@ -16,7 +16,7 @@ from tailrace.profiling.profile.measured import profile_of
 from tailrace.profiling.profile.profile import Profile
 from tailrace.profiling.programs.device_operations import DeviceProfiler
 from tailrace.profiling.programs.hlo_text import Instruction
-from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
+from tailrace.program.running.loop_state import Numbers
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.pace import Pace
 
@@ -87,14 +87,13 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         executions=executions,
         wall_s=wall,
         device=engine.placement.device,
-        owner=_owner_of(engine, state),
+        owner=_owner_of(engine),
         plan=engine.plan if engine.pipeline is not None else None,
     )
 
 
-def _owner_of(engine: Engine, state: LoopState) -> Callable[[Instruction], str]:
+def _owner_of(engine: Engine) -> Callable[[Instruction], str]:
     """Whose each argument of the compiled program is."""
-    variables = {var: place for place, var in enumerate(engine.runner.traced.jaxpr.outvars)}
     paths = jax.tree_util.tree_flatten_with_path(engine.form)[0]
     carried = engine.runner.compiled_carries
     kinds = {
@@ -109,10 +108,9 @@ def _owner_of(engine: Engine, state: LoopState) -> Callable[[Instruction], str]:
         if found is None or found[1] != "carried" or not found[2]:
             what = found[1] if found else ""
             return {"elements": "elements", "read": "constants"}.get(what, "loop")
-        key = carried[int(found[2])]
-        if isinstance(key, Buffer):
-            return "parameters and state of stages"
-        place = variables.get(key)
-        return "loop" if place is None else kinds[paths[place][0][0].name]
+        # A buffer of a pipeline may hold leaves of several kinds.
+        leaves = engine.runner.layout.leaves_in(carried[int(found[2])])
+        held = dict.fromkeys(kinds[paths[leaf][0][0].name] for leaf in leaves)
+        return " and ".join(held) or "loop"
 
     return owner

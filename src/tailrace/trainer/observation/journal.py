@@ -17,7 +17,8 @@ from tailrace.records.sinks import Finished, Sink, Validated
 from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
-from tailrace.trainer.executions import Results
+from tailrace.spans.device_times import DeviceTimes
+from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.observation.logged_values import LoggedValues
 
 
@@ -30,6 +31,8 @@ class Journal:
         sink: another sink to store them in.
         leaving_out: kinds of records that are not stored in the directory.
         logged: additional values of the history.
+        timed: whether a run directory gets the times of executions by activity; the loop then calls
+            `began`.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Journal:
         sink: Sink | None = None,
         leaving_out: Collection[str] = (),
         logged: LoggedValues | None = None,
+        timed: bool = False,
     ) -> None:
         self.sink: Sink | None = sink
         if run_dir is not None and distributed.writes():
@@ -47,6 +51,7 @@ class Journal:
         self.history = History()
         self.compilations: list[Compilation] = []
         self._leaving_out, self._logged = leaving_out, logged
+        self._times = DeviceTimes() if timed and self.sink is not None else None
         self._resumed = self._is_open = False
 
     @property
@@ -100,10 +105,18 @@ class Journal:
         # records go on.
         goes_on, self._is_open = self._is_open, True
         try:
-            with self.sink.fitting(info(), goes_on) if self.sink is not None else nullcontext():
+            with (
+                self.sink.fitting(info(), goes_on) if self.sink is not None else nullcontext(),
+                self._times.open() if self._times is not None else nullcontext(),
+            ):
                 yield
         finally:
             self.records.runs.end()
+
+    def began(self, ticket: Ticket) -> None:
+        """Take in that an execution was dispatched."""
+        if self._times is not None:
+            self._times.began(ticket.ready)
 
     def add(self, results: Results) -> Results:
         """Add an execution that has just ended; returns it with the logged values."""
@@ -126,6 +139,7 @@ class Journal:
                 fingerprint=marks,
                 elements=results.elements,
                 reading=self._reading(results),
+                times=() if self._times is None else self._times.ended(),
             )
             self.sink.execution(done)
         return results
