@@ -115,6 +115,7 @@ class FitCall:
                 # After `go_on`: the first checkpoint has the position in the dataset and the states
                 # of callbacks.
                 saving.begin(fit.parts, fresh=taken is None)
+            fit.journal.training_goes_on()
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
             fit.agree()
             if fit.asked is not None:

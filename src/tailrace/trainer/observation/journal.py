@@ -87,15 +87,17 @@ class Journal:
                 keeps it: a catalogue of a thousand tensors takes tens of milliseconds.
         """
         self.records.runs.begin()
-        # Rates are measured between executions; the time between two fits is not training.
-        if self._logged is not None:
-            self._logged.restart()
         goes_on, self._is_open = self._is_open, True
         try:
             with self.sink.fitting(info(), goes_on) if self.sink is not None else nullcontext():
                 yield
         finally:
             self.records.runs.end()
+
+    def training_goes_on(self) -> None:
+        """Measure rates from now on: what came before (callbacks, a validation) is not training."""
+        if self._logged is not None:
+            self._logged.restart()
 
     def add(self, results: Results) -> Results:
         """Add an execution that has just ended; returns it with the logged values."""
@@ -143,8 +145,7 @@ class Journal:
         self.history.add_validation(step, values)
         if self.sink is not None:
             self.sink.validation(Validated(step, dict(values)))
-        if self._logged is not None:
-            self._logged.restart()
+        self.training_goes_on()
 
     def add_compilation(self, compilation: Compilation) -> None:
         """Take in that a program was compiled."""
