@@ -297,14 +297,35 @@ def test_rows_of_a_csv_file(tmp_path):
     path = tmp_path / "new" / "log.csv"
     logger = tr.callbacks.CSVLogger(path)
     trainer = trainer_of()
-    for _ in range(2):  # the second fit writes it anew
-        history = trainer.fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[logger])
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(24, 48))
-    assert_bits_equal(np.float32([float(row["loss"]) for row in rows]), history.loss)
+    losses = [trainer.fit(ELEMENTS, callbacks=[logger]).loss]
+    history = trainer.fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[logger])
+    rows = table(path)
+    assert [int(row["step"]) for row in rows] == list(range(36)), "fits in a row are one table"
+    found = np.float32([float(row["loss"]) for row in rows])
+    assert_bits_equal(found, np.concatenate([*losses, history.loss]))
     validated = {int(row["step"]): row["val_loss"] for row in rows if row["val_loss"]}
-    assert validated == {35: str(history["val_loss"][0]), 47: str(history["val_loss"][1])}
+    assert validated == {23: str(history["val_loss"][0]), 35: str(history["val_loss"][1])}
+
+
+def test_when_a_csv_file_begins_anew(tmp_path):
+    path, trainer = tmp_path / "log.csv", trainer_of()
+    logger = tr.callbacks.CSVLogger(path)
+    trainer.fit(ELEMENTS, steps=6, callbacks=[logger])
+    trainer.save(tmp_path / "six")
+    trainer.fit(ELEMENTS, steps=8, callbacks=[logger])
+    trainer.restore(tmp_path / "six")
+    history = trainer.fit(ELEMENTS[6:], steps=3, validation_data=HELD_OUT, callbacks=[logger])
+    assert [row["step"] for row in table(path)] == [str(step) for step in range(9)]
+    assert table(path)[-1]["val_loss"] == str(history["val_loss"][0])
+    trainer.fit(ELEMENTS, steps=2, callbacks=[tr.callbacks.CSVLogger(path)])
+    assert [row["step"] for row in table(path)] == ["9", "10"], "another object"
+    trainer_of().fit(ELEMENTS, steps=2, callbacks=[logger])
+    assert [row["step"] for row in table(path)] == ["0", "1"], "another trainer"
+
+
+def table(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_events_for_tensorboard_while_it_runs(tmp_path):
