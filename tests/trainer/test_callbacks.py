@@ -276,6 +276,49 @@ def test_a_queue_is_not_a_dataset():
             call(queue)
 
 
+class Halving(tr.Callback):
+    """Lowers the rate after each epoch, as a user of Keras would."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        state = trainer.state
+        state.optimizer_state.hyperparams["learning_rate"] *= 0.5
+        trainer.state = state
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_callback_sets_the_state(shard):
+    options = {"replicas": 2, "shard_optimizer_state": True} if shard else {}
+    boundaries = {12 // (1 + shard) * epoch: 0.5 for epoch in (1, 2)}
+    rates = (0.01, optax.piecewise_constant_schedule(0.01, boundaries))
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        found, expected = (
+            tr.Trainer(
+                mlp_loss,
+                optax.inject_hyperparams(optax.adam)(learning_rate=rate),
+                mlp(hidden=400),  # small leaves are not sharded
+                log="learning_rate",
+                **options,
+            )
+            for rate in rates
+        )
+        history = found.fit(ELEMENTS, epochs=3, callbacks=[Halving()])
+        wanted = expected.fit(ELEMENTS, epochs=3)
+    assert_close(history["learning_rate"], wanted["learning_rate"])
+    assert_close(found.params, expected.params)
+
+
+def test_states_of_another_form_are_refused():
+    trainer = trainer_of()
+    state = trainer.state
+    with pytest.raises(ProgramError, match="has the structure of trainer.state"):
+        trainer.state = state.params
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+    with pytest.raises(ProgramError, match=r"'params/.*' is float32.* Received: float64"):
+        trainer.state = state._replace(params=wide)
+    trainer.state = state._replace(params=jax.tree.map(jnp.zeros_like, state.params))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(trainer.params))
+
+
 def test_metrics_have_the_form_that_others_log():
     """`wandb.log(data, step=...)` and `mlflow.log_metrics(metrics, step=...)`."""
     seen = []

@@ -391,6 +391,10 @@ def test_sentences():
         trainer.evaluate([])
     with pytest.raises(ProgramError, match="does not fit"):
         trainer.predict(ELEMENTS, lambda p: p)
+    for use in (trainer.evaluate, trainer.predict):
+        for result in (None, {}):
+            with pytest.raises(ProgramError, match=f"<lambda> returns at least .*: {result}"):
+                use(ELEMENTS, lambda p, x, y, result=result: result)
     endless = tr.batches((np.zeros((8, 3), np.float32), np.zeros(8, np.float32)), 4, repeat=True)
     for use in (
         lambda: trainer.evaluate(endless),

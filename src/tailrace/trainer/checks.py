@@ -176,6 +176,27 @@ def check_params(params: Tree) -> None:
             )
 
 
+def check_state(now: Tree, given: Tree) -> Any:
+    """Check that a state has the form of the current one; numbers become arrays."""
+    if jax.tree.structure(now) != jax.tree.structure(given):
+        raise ProgramError(
+            f"The state that is set has the structure of trainer.state, {jax.tree.structure(now)}. "
+            f"Received: {jax.tree.structure(given)}. Change leaves of trainer.state, which is a copy."
+        )
+
+    def leaf(path: Any, old: Any, new: Any) -> Any:
+        dtype = getattr(new, "dtype", old.dtype)  # a number of Python takes the dtype that there is
+        if jnp.shape(new) != old.shape or dtype != old.dtype:
+            raise ProgramError(
+                f"The state that is set has the shapes and dtypes of trainer.state: "
+                f"{path_name(path)!r} is {old.dtype}{list(old.shape)}. Received: "
+                f"{dtype}{list(jnp.shape(new))}."
+            )
+        return new if hasattr(new, "dtype") else jnp.asarray(new, dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, now, given)
+
+
 def _flattened(what: str, tree: Tree) -> Any:
     try:
         return jax.tree_util.tree_flatten_with_path(tree)[0]
