@@ -76,24 +76,24 @@ def write(model, key):
     return jax.lax.fori_loop(0, ROWS, row, jnp.zeros((ROWS, ROWS)))
 
 
-def main(steps=2000, width=64, depth=2, batch_size=32):
-    folder = pathlib.Path(tempfile.mkdtemp())
+def main(steps=2000, width=64, depth=2, batch_size=32, folder=None):
+    folder = pathlib.Path(folder or tempfile.mkdtemp())
     data = tr.batches(tr.data.digits("train")[0], batch_size, shuffle=True, repeat=True)
     model = GPT(width, depth, jax.random.key(0))
-    taps = [tr.Tap("grad/blocks/*/weight", mode=tr.every(10), reduce="norm")]
-    trainer = tr.Trainer(loss_fn, optax.adam(1e-3), model, observe=taps, run_dir=folder / "run")
-    held_out = tr.batches(tr.data.digits("test")[0], 100)
-    history = trainer.fit(data, steps=steps, validation_data=held_out, checkpoint=folder / "kept")
-    test = history["val_loss"][-1]
+    tap = tr.Tap("grad/blocks/*/weight", mode=tr.every(10), reduce="norm")
+    trainer = tr.Trainer(loss_fn, optax.adam(1e-3), model, observe=[tap], run_dir=folder / "run")
+    held_out, keep = tr.batches(tr.data.digits("test")[0], 100), folder / "checkpoints"
+    history = trainer.fit(data, steps=steps, validation_data=held_out, checkpoint=keep)
     tr.open_run(folder / "run").heatmap("grad/*").save(folder / "gradients.png")
-    print(f"loss {history.loss[0]:.3f} at first, {history.loss[-1]:.3f} at last, test {test:.3f}")
-    print(f"{len(trainer.records)} gradients seen, among them {trainer.records.names[0]}")
+    losses = (history.loss[0], history.loss[-1], history["val_loss"][-1])
+    print("loss {:.3f} at first, {:.3f} at last, test {:.3f}".format(*losses))
+    print(f"see {folder}: {len(trainer.records)} gradients, first {trainer.records.names[0]}")
     image = write(eqx.nn.inference_mode(trainer.model), jax.random.key(1))
     print("\n".join("".join(" #"[int(dot)] for dot in line) for line in image))
-    return test
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--folder", help="where run, checkpoints and picture go")
     main(**vars(parser.parse_args()))

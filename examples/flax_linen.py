@@ -71,7 +71,7 @@ def main(epochs=5, batch_size=50, folder=None):
             print(f"{name}: standard deviation {trainer.records[name].values['std'][-1]:.3f}")
     logits = MODEL.apply(trainer.model, images[:10], False)  # all collections, as trained
     print("predicted", logits.argmax(-1).tolist(), "of", labels[:10].tolist())
-    return folder
+    print(f"see {folder}")
 
 
 if __name__ == "__main__":

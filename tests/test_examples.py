@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+import tailrace as tr
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 CASES = {
@@ -62,10 +64,23 @@ def test_every_example_is_run_by_a_test():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_example_runs(name):
+def test_example_runs(name, tmp_path):
     arguments, expected = CASES[name]
-    printed = run(name, *arguments)
+    if "--folder" not in (EXAMPLES / name).read_text():
+        assert re.search(expected, run(name, *arguments), re.DOTALL)
+        return
+    printed = run(name, *arguments, "--folder", str(tmp_path))
     assert re.search(expected, printed, re.DOTALL), printed
+    assert f"see {tmp_path}" in printed
+    assert_kept(tmp_path)
+
+
+def assert_kept(folder):
+    """Validation, checkpoints and a picture: what the comparison says of examples."""
+    assert len(tr.open_run(folder / "run").history.validated)
+    assert list((folder / "checkpoints").iterdir())
+    (picture,) = folder.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_demo_says_how_to_look_at_what_it_made(tmp_path):
@@ -94,7 +109,7 @@ def test_examples_stay_short(name):
 )
 def test_examples_keep_what_they_trained(name, arguments, picture, tmp_path):
     first = run(name, *arguments, "--folder", str(tmp_path))
-    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "checkpoints").iterdir())
+    assert (tmp_path / picture).exists()
+    assert_kept(tmp_path)
     again = run(name, *arguments, "--folder", str(tmp_path))  # finished: nothing is trained
     assert first.splitlines()[1:] == again.splitlines()[1:]

@@ -58,8 +58,8 @@ def main():
     for name in model.records.names:
         if name.startswith("grad/"):
             print(f"  {name}: {model.records[name, 'norm'].values[-1]:.4f}")
-
     tr.open_run(folder / "run").heatmap("grad/*").save(folder / "gradients.png")
+    print(f"see {folder}")
 
 
 if __name__ == "__main__":

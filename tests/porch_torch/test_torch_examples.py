@@ -50,6 +50,10 @@ def test_example_runs(name, tmp_path, monkeypatch, capfd, same_devices):
     assert re.search(expected, printed, re.DOTALL), printed
     if name == "gradient_histogram.py":
         assert (tmp_path / "picture.png").stat().st_size > 5000
+    if name == "train_digits.py":
+        (folder,) = map(pathlib.Path, re.findall(r"^see (.+)$", printed, re.MULTILINE))
+        assert (folder / "gradients.png").read_bytes().startswith(b"\x89PNG")
+        assert (folder / "epoch2.npz").exists()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -44,7 +44,7 @@ def test_the_histogram_of_a_run(run):
     assert "float16: 0.00 % would become zero" in repr(whole)
     last = run.histogram("grad/first", slice(-1, None))
     assert last.counts.sum() == 30
-    assert repr(last).startswith("30 values of 1 tensors, step 19: ")
+    assert repr(last).startswith("30 values of 1 tensor, step 19: ")
     assert run.histogram("grad/first", slice(0, 10)).counts.sum() == 60
 
 

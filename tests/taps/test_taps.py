@@ -331,7 +331,7 @@ def test_records_tell_what_they_are():
     assert ("grad/out/kernel", "stats") in records
     assert "grad/out" not in records
     assert len(records["grad/out/kernel"]) == 3
-    assert repr(records["grad/out/kernel"]) == "Record('grad/out/kernel', stats, 3 values of (3,))"
+    assert repr(records["grad/out/kernel"]) == "Record('grad/out/kernel', stats, 3 values)"
     assert repr(records).splitlines()[0] == "Records(3 tensors)"
     assert records["grad/out/kernel"].values.dtype.names == STATS
 

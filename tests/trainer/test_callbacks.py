@@ -276,6 +276,49 @@ def test_a_queue_is_not_a_dataset():
             call(queue)
 
 
+class Halving(tr.Callback):
+    """Lowers the rate after each epoch, as a user of Keras would."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        state = trainer.state
+        state.optimizer_state.hyperparams["learning_rate"] *= 0.5
+        trainer.state = state
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_callback_sets_the_state(shard):
+    options = {"replicas": 2, "shard_optimizer_state": True} if shard else {}
+    boundaries = {12 // (1 + shard) * epoch: 0.5 for epoch in (1, 2)}
+    rates = (0.01, optax.piecewise_constant_schedule(0.01, boundaries))
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        found, expected = (
+            tr.Trainer(
+                mlp_loss,
+                optax.inject_hyperparams(optax.adam)(learning_rate=rate),
+                mlp(hidden=400),  # small leaves are not sharded
+                log="learning_rate",
+                **options,
+            )
+            for rate in rates
+        )
+        history = found.fit(ELEMENTS, epochs=3, callbacks=[Halving()])
+        wanted = expected.fit(ELEMENTS, epochs=3)
+    assert_close(history["learning_rate"], wanted["learning_rate"])
+    assert_close(found.params, expected.params)
+
+
+def test_states_of_another_form_are_refused():
+    trainer = trainer_of()
+    state = trainer.state
+    with pytest.raises(ProgramError, match="has the structure of trainer.state"):
+        trainer.state = state.params
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+    with pytest.raises(ProgramError, match=r"'params/.*' is float32.* Received: float64"):
+        trainer.state = state._replace(params=wide)
+    trainer.state = state._replace(params=jax.tree.map(jnp.zeros_like, state.params))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(trainer.params))
+
+
 def test_metrics_have_the_form_that_others_log():
     """`wandb.log(data, step=...)` and `mlflow.log_metrics(metrics, step=...)`."""
     seen = []
@@ -297,14 +340,35 @@ def test_rows_of_a_csv_file(tmp_path):
     path = tmp_path / "new" / "log.csv"
     logger = tr.callbacks.CSVLogger(path)
     trainer = trainer_of()
-    for _ in range(2):  # the second fit writes it anew
-        history = trainer.fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[logger])
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(24, 48))
-    assert_bits_equal(np.float32([float(row["loss"]) for row in rows]), history.loss)
+    losses = [trainer.fit(ELEMENTS, callbacks=[logger]).loss]
+    history = trainer.fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[logger])
+    rows = table(path)
+    assert [int(row["step"]) for row in rows] == list(range(36)), "fits in a row are one table"
+    found = np.float32([float(row["loss"]) for row in rows])
+    assert_bits_equal(found, np.concatenate([*losses, history.loss]))
     validated = {int(row["step"]): row["val_loss"] for row in rows if row["val_loss"]}
-    assert validated == {35: str(history["val_loss"][0]), 47: str(history["val_loss"][1])}
+    assert validated == {23: str(history["val_loss"][0]), 35: str(history["val_loss"][1])}
+
+
+def test_when_a_csv_file_begins_anew(tmp_path):
+    path, trainer = tmp_path / "log.csv", trainer_of()
+    logger = tr.callbacks.CSVLogger(path)
+    trainer.fit(ELEMENTS, steps=6, callbacks=[logger])
+    trainer.save(tmp_path / "six")
+    trainer.fit(ELEMENTS, steps=8, callbacks=[logger])
+    trainer.restore(tmp_path / "six")
+    history = trainer.fit(ELEMENTS[6:], steps=3, validation_data=HELD_OUT, callbacks=[logger])
+    assert [row["step"] for row in table(path)] == [str(step) for step in range(9)]
+    assert table(path)[-1]["val_loss"] == str(history["val_loss"][0])
+    trainer.fit(ELEMENTS, steps=2, callbacks=[tr.callbacks.CSVLogger(path)])
+    assert [row["step"] for row in table(path)] == ["9", "10"], "another object"
+    trainer_of().fit(ELEMENTS, steps=2, callbacks=[logger])
+    assert [row["step"] for row in table(path)] == ["0", "1"], "another trainer"
+
+
+def table(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_events_for_tensorboard_while_it_runs(tmp_path):

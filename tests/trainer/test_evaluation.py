@@ -255,6 +255,31 @@ def test_metrics_and_functions_of_all_values(trainer):
     assert np.float32(trainer.evaluate(data, only, combine="last")["peak"]) == peaks[-1]
 
 
+def test_results_that_are_no_floats(trainer):
+    data = tr.batches(rows(), 8)
+
+    def turned(params, x, y):
+        total = jax.lax.complex(jnp.zeros(()), x.sum())
+        return {"whole": total, "each": jax.lax.complex(y[:2], y[:2]), "peak": y.max()}
+
+    class Grade:
+        def init(self):
+            return 0
+
+        def update(self, state, value):
+            return state + 1
+
+        def result(self, state):
+            return "good"
+
+    found = trainer.evaluate(data, turned, combine={"peak": Grade(), "whole": "sum", "each": None})
+    x, y = rows()
+    assert found["peak"] == "good"
+    np.testing.assert_allclose(found["whole"], x.sum(dtype=np.float64) * 1j, rtol=1e-5)
+    mean = sum(len(part) * part[:2].astype(np.float64) for part in np.split(y, [8, 16, 24]))
+    np.testing.assert_allclose(found["each"], mean / len(y) * (1 + 1j), rtol=1e-5)
+
+
 def test_rules_that_are_none(trainer):
     with pytest.raises(
         OptionError, match=r"'mean', 'sum', 'max', 'min', 'last', an object with init"
@@ -366,6 +391,10 @@ def test_sentences():
         trainer.evaluate([])
     with pytest.raises(ProgramError, match="does not fit"):
         trainer.predict(ELEMENTS, lambda p: p)
+    for use in (trainer.evaluate, trainer.predict):
+        for result in (None, {}):
+            with pytest.raises(ProgramError, match=f"<lambda> returns at least .*: {result}"):
+                use(ELEMENTS, lambda p, x, y, result=result: result)
     endless = tr.batches((np.zeros((8, 3), np.float32), np.zeros(8, np.float32)), 4, repeat=True)
     for use in (
         lambda: trainer.evaluate(endless),

@@ -326,6 +326,11 @@ def test_executions_are_counted():
         ({"steps": 2.5}, "steps must be a whole number >= 0. Received: steps=2.5"),
         ({"steps": True}, "Received: steps=True"),
         ({"epochs": "3"}, "Received: epochs='3'"),
+        # As in Keras: fit(x, y, epochs=1).
+        (
+            {"steps": np.zeros((8, 2), np.float32), "epochs": 1},
+            r"one dataset, then steps=.*steps=float32\[8, 2\]\. Inputs and labels are one dataset",
+        ),
     ],
 )
 def test_bad_durations(duration, text):

@@ -1,6 +1,8 @@
 """Values of steps that `log=` asks for: those that the plain program computes, wherever it runs."""
 
 import json
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,25 @@ def test_speeds_count_examples_tokens_and_operations():
     # A product of [28, 3] and [3, 3], forward, and backward for both factors.
     per_example = 3 * 2 * 7 * 3 * 3
     np.testing.assert_allclose(history["mfu"], per_example * speed / 1e9, rtol=1e-5)
+
+
+def test_what_comes_before_the_steps_is_not_in_the_speed(monkeypatch):
+    passed = 0
+
+    class Slow(tr.Callback):
+        def on_fit_begin(self, trainer):
+            nonlocal passed
+            passed += 1000
+
+    clock = types.SimpleNamespace(perf_counter=lambda: passed + time.perf_counter())
+    monkeypatch.setattr("tailrace.trainer.observation.logged_values.time", clock)
+    x = list(np.ones((8, 4, 3), np.float32))
+    trainer = tr.Trainer(
+        lambda w, x: (x @ w).mean(), optax.sgd(0.1), np.ones(3, np.float32),
+        log="examples_per_second", steps_per_execution=4,
+    )  # fmt: skip
+    # 16 examples in a thousand seconds would be 0.016 a second.
+    assert trainer.fit(x, epochs=1, callbacks=[Slow()])["examples_per_second"][0] > 0.1
 
 
 def test_arrays_in_the_configuration_are_numbers(tmp_path):

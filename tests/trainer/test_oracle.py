@@ -19,6 +19,7 @@ from oracles import (
     plain_training,
     regression,
 )
+from tailrace.errors import OptionError
 
 ELEMENTS = regression(36)
 
@@ -254,3 +255,52 @@ def test_schedules_decay_averages_and_counters_tick_once_a_step(microbatches, re
         updates, state = optimizer.update(zeros, state, params)
         params = optax.apply_updates(params, updates)
     assert_close(trainer.params, params)
+
+
+# -- optimizers that need the loss --------------------------------------------------------------
+
+
+def plateau(rate=0.1, momentum=None):
+    slower = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.02)
+    return optax.chain(optax.sgd(rate, momentum), slower)
+
+
+NEED_THE_LOSS = {
+    "alone": (plateau, {}),
+    "polyak": (lambda: optax.polyak_sgd(1.0), {}),
+    "microbatches on replicas": (plateau, {"accumulation": 2, "replicas": 2}),
+    "weighted": (plateau, {"accumulation": tr.Accumulation(2, weight=lambda x, y: jnp.ones(()))}),
+    "sharded": (lambda: plateau(1e-4, 0.9), {"replicas": 2, "shard_optimizer_state": True}),
+    "scaled": (plateau, {"loss_scale": 8.0}),
+}
+
+
+@pytest.mark.parametrize("case", NEED_THE_LOSS)
+def test_optimizers_get_the_loss_of_the_step(case):
+    optimizer, options = NEED_THE_LOSS[case]
+    network = mlp(hidden=400) if case == "sharded" else mlp()  # small leaves are not sharded
+    trainer = tr.Trainer(mlp_loss, optimizer(), network, **options)
+    together = tr.Accumulation.of(options.get("accumulation")).microbatches
+    together *= options.get("replicas", 1)
+    history = trainer.fit(ELEMENTS, steps=len(ELEMENTS) // together)
+    params, rule = network, optimizer()
+    state = rule.init(params)
+    gradient = jax.jit(jax.value_and_grad(lambda *given: mlp_loss(*given)[0]))
+    for first in range(0, len(ELEMENTS), together):
+        found = [gradient(params, *element) for element in ELEMENTS[first : first + together]]
+        loss, grads = jax.tree.map(lambda *parts: sum(parts) / together, *found)
+        updates, state = rule.update(grads, state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+    assert_close(trainer.params, params)
+    assert_close(trainer.state.optimizer_state, state)
+    if case != "polyak":
+        assert state[1].scale < 1, "the rate was lowered"
+    assert len(history.loss) == len(ELEMENTS) // together
+
+
+def test_optimizers_that_need_more_than_the_loss():
+    with pytest.raises(OptionError, match="required keyword-only argument.*A line search"):
+        tr.Trainer(mlp_loss, optax.lbfgs(), mlp())
+    stages = tr.Pipeline([lambda w, x: x * w, lambda w, h: (h * w).mean()], accumulation=4)
+    with pytest.raises(OptionError, match="In a pipeline the optimizer does not get the loss"):
+        tr.Trainer(stages, plateau(), [jnp.ones(()), jnp.ones(())])

@@ -42,8 +42,9 @@ class Record:
         return len(self.steps)
 
     def __repr__(self) -> str:
-        shape = jax.tree.map(np.shape, self.values)
-        return f"Record({self.name!r}, {self.kind}, {len(self)} values of {shape})"
+        shape = jax.tree.map(lambda leaf: np.shape(leaf)[1:], self.values)
+        of_each = "" if shape == () else f" of {shape}"
+        return f"Record({self.name!r}, {self.kind}, {len(self)} values{of_each})"
 
     def _repr_html_(self) -> str:
         import html

@@ -113,6 +113,44 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
         )
 
 
+def check_gives_loss(optimizer: Any, params: Tree, pipelined: bool) -> bool:
+    """Whether the optimizer needs the loss of the step; refuse one that needs more."""
+    import optax
+
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return False
+    state = jax.eval_shape(optimizer.init, params)
+
+    def problem(extra: Mapping[str, Any]) -> TypeError | None:
+        def update(grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> Any:
+            return optimizer.update(grads, state, params, **extra)
+
+        try:
+            jax.eval_shape(update, params, state, params, extra)
+        except TypeError as error:
+            return error
+        except Exception:  # of no argument: the step, in which it may be fine, says so
+            return None
+        return None
+
+    # Asked by a call: a chain takes any arguments, and only its parts know what they need.
+    if problem({}) is None:
+        return False
+    found = problem({"value": jax.ShapeDtypeStruct((), jnp.float32)})
+    if found is not None:
+        raise OptionError(
+            f"An optimizer gets gradients, its state, parameters and, if it needs it, value=: the loss "
+            f"of the step. Received: an optimizer whose update says {str(found)!r}. A line search, "
+            f"which calls the loss function again, needs a loop of its own."
+        ) from found
+    if pipelined:
+        raise OptionError(
+            "In a pipeline the optimizer does not get the loss of the step, value=, which this "
+            "optimizer needs (as optax.contrib.reduce_on_plateau does). Use a schedule of the step."
+        )
+    return True
+
+
 def check_pipeline(accumulation: object) -> None:
     """Refuse options that a pipeline decides itself."""
     if accumulation != 1:
@@ -136,6 +174,27 @@ def check_params(params: Tree) -> None:
                 f"{path_name(path) or 'params'!r} of {dtype}{list(jnp.shape(leaf))}. Keep integers "
                 f"in model_state, or close over them."
             )
+
+
+def check_state(now: Tree, given: Tree) -> Any:
+    """Check that a state has the form of the current one; numbers become arrays."""
+    if jax.tree.structure(now) != jax.tree.structure(given):
+        raise ProgramError(
+            f"The state that is set has the structure of trainer.state, {jax.tree.structure(now)}. "
+            f"Received: {jax.tree.structure(given)}. Change leaves of trainer.state, which is a copy."
+        )
+
+    def leaf(path: Any, old: Any, new: Any) -> Any:
+        dtype = getattr(new, "dtype", old.dtype)  # a number of Python takes the dtype that there is
+        if jnp.shape(new) != old.shape or dtype != old.dtype:
+            raise ProgramError(
+                f"The state that is set has the shapes and dtypes of trainer.state: "
+                f"{path_name(path)!r} is {old.dtype}{list(old.shape)}. Received: "
+                f"{dtype}{list(jnp.shape(new))}."
+            )
+        return new if hasattr(new, "dtype") else jnp.asarray(new, dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, now, given)
 
 
 def _flattened(what: str, tree: Tree) -> Any:

@@ -44,7 +44,12 @@ from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import GradientDigest, StopOnNonfinite, parse_taps
-from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
+from tailrace.trainer.checks import (
+    check_gives_loss,
+    check_model,
+    check_numbers,
+    check_replica_state,
+)
 from tailrace.trainer.collector import Collector
 from tailrace.trainer.costs.memory_plan import placement_of, plan_memory
 from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_memory
@@ -147,6 +152,7 @@ class Engine:
             keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
+            check_gives_loss(optimizer, params, pipelined),
         )
         scaling = self.step_function.loss_scale
         values = (params, first, model_state, scaling.init() if scaling is not None else None)

@@ -39,6 +39,7 @@ from tailrace.trainer.checks import (
     check_config,
     check_eval_fn,
     check_fingerprint,
+    check_state,
 )
 from tailrace.trainer.costs.measuring import Measuring
 from tailrace.trainer.engine import Engine
@@ -189,8 +190,15 @@ class Trainer(Measuring, LookingBack):
 
     @property
     def state(self) -> TrainState:
-        """Copies of parameters, optimizer state and model state."""
+        """Copies of parameters, optimizer state and model state.
+
+        Set it to change any of them, also in a callback; structure, shapes and dtypes stay.
+        """
         return self.engine.copied(self.engine.state)
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.engine.state = check_state(self.engine.state, state)
 
     @property
     def params(self) -> Any:

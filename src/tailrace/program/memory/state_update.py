@@ -36,6 +36,7 @@ class HeldUpdate:
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
         taken: whether the step is applied or skipped; None for always applied.
+        loss: the loss of the step, for an optimizer that needs it.
     """
 
     def __init__(
@@ -46,17 +47,18 @@ class HeldUpdate:
         grads: Tree,
         state: TrainState,
         taken: Tree = None,
+        loss: Tree = None,
     ) -> None:
         self.keeping, self.taps = keeping, taps
-        forms = (_forms(grads), keeping.forms, _forms(state.params), _forms(taken))
+        forms = (_forms(grads), keeping.forms, _forms(state.params), _forms((taken, loss)))
         leaves, structure = jax.tree.flatten(forms)
 
         def rule(*leaves: jax.Array) -> list[Any]:
-            given = jax.tree.unflatten(structure, leaves)
-            return jax.tree.leaves(apply_rule(optimizer, *given))
+            *given, others = jax.tree.unflatten(structure, leaves)
+            return jax.tree.leaves(apply_rule(optimizer, *given, *others))
 
         self.graph = UpdateGraph(rule, leaves)
-        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken))
+        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken, loss))
         self.params, self.count = state.params, len(jax.tree.leaves(state.params))
         first = len(jax.tree.leaves(grads))
         self.state_numbers = range(first, first + len(keeping.shared))

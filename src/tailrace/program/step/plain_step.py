@@ -76,7 +76,7 @@ class PlainStep(Step):
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
-        return self.finish(named, grads, model_state, out.weight)
+        return self.finish(named, grads, model_state, out.weight, out.loss)
 
     def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
         """A step of several microbatches; the optimizer runs outside their loop."""
@@ -85,7 +85,7 @@ class PlainStep(Step):
         weighted = accumulation.weight is not None
 
         def one(carry: Tree, batch: Tree) -> Any:
-            accumulated, model_state, total = carry
+            accumulated, model_state, total, mean = carry
             grads, model_state, out = self.microbatch(
                 named._replace(model_state=model_state), batch
             )
@@ -95,14 +95,18 @@ class PlainStep(Step):
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
-            return accumulated, model_state, after
+            if mean is not None:
+                part = 1 / (microbatch() + 1).astype(jnp.float32) if share is None else share
+                mean += (out.loss.astype(jnp.float32) - mean) * part
+            return accumulated, model_state, after, mean
 
         total = jnp.float32(0) if weighted else None
-        start = (accumulation.zeros(named.params), named.model_state, total)
-        grads, model_state, total = repeat_with(
+        mean = jnp.float32(0) if self.gives_loss else None
+        start = (accumulation.zeros(named.params), named.model_state, total, mean)
+        grads, model_state, total, mean = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
-        return self.finish(named, grads, model_state, total)
+        return self.finish(named, grads, model_state, total, mean)
 
     def microbatch(self, state: TrainState, batch: Tree) -> tuple[Any, Any, Yield]:
         """The gradient, next model state and other results of one microbatch."""

@@ -89,6 +89,7 @@ class Step(ABC):
             JAX's differentiation.
         loss_scale: the rule of loss scaling; the state then has a scale.
         precision: the dtype of the loss function's computation; None for those of its inputs.
+        gives_loss: whether the optimizer needs the loss of the step (optax calls it `value`).
     """
 
     loss_fn: Callable[..., Any]
@@ -102,6 +103,7 @@ class Step(ABC):
     hold_activations: HeldActivations | None = None
     loss_scale: LossScale | None = None
     precision: Precision | None = None
+    gives_loss: bool = False
 
     def tapped(self, taps: tuple[AnyTap, ...]) -> Step:
         """The same step with other taps."""
@@ -188,17 +190,25 @@ class Step(ABC):
         return loss, after, aux
 
     def finish(
-        self, state: TrainState, grads: Tree, model_state: Tree, weight: jax.Array | None = None
+        self,
+        state: TrainState,
+        grads: Tree,
+        model_state: Tree,
+        weight: jax.Array | None = None,
+        loss: jax.Array | None = None,
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
         grads = self.named_grads("accumulated", grads, state)
+        loss = loss if self.gives_loss else None
         if weight is None:
-            grads = cross_replica_mean(grads)
+            grads, loss = cross_replica_mean((grads, loss))
         else:
             # Each replica's mean counts by its share of the weight, so that the result is the mean over
             # all examples, however they fell to replicas.
             share = share_of(weight, cross_replica_sum(weight))
-            grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
+            grads, loss = jax.tree.map(
+                lambda g: cross_replica_sum(g * share.astype(g.dtype)), (grads, loss)
+            )
         taken, scale = None, state.loss_scale
         if self.loss_scale is not None and scale is not None:
             # After the reduction: a replica with a bad gradient makes it bad on all, so that all skip
@@ -209,10 +219,10 @@ class Step(ABC):
             scale = self.loss_scale.next(scale, taken)
         grads = name_values("reduced", grads, ALONE)
         if self.keeping is not None:
-            held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken)
+            held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken, loss)
             params, after = held.run()
         else:
-            params, after = self._updated(grads, state, taken)
+            params, after = self._updated(grads, state, taken, loss)
             after = name_values("optimizer", after)
         # Once per step, not per microbatch: a collective in each would wait for the slowest replica
         # every time. Integers, such as counters, have no mean.
@@ -232,10 +242,12 @@ class Step(ABC):
         """Whether the model-state leaf `name` is averaged over replicas."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
-    def _updated(self, grads: Tree, state: TrainState, taken: jax.Array | None) -> tuple[Any, Any]:
+    def _updated(
+        self, grads: Tree, state: TrainState, taken: jax.Array | None, loss: jax.Array | None
+    ) -> tuple[Any, Any]:
         """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
-            self.optimizer, grads, state.optimizer_state, state.params, taken
+            self.optimizer, grads, state.optimizer_state, state.params, taken, loss
         )
         name_values("update", updates, ALONE)
         return name_values("updated", params, ALONE), after

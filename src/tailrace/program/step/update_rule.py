@@ -16,23 +16,30 @@ from tailrace.spans.scopes import OPTIMIZER
 
 
 def apply_rule(
-    optimizer: Any, grads: Tree, state: Tree, params: Tree, taken: jax.Array | None = None
+    optimizer: Any,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    taken: jax.Array | None = None,
+    loss: jax.Array | None = None,
 ) -> tuple[Any, Any, Any]:
     """The update, the new parameters and the new state of the optimizer.
 
-    If `taken` is false, the update is zero and nothing changes.
+    If `taken` is false, the update is zero and nothing changes. `loss` is for optimizers that need it.
     """
     if taken is None:
-        return _applied(optimizer, grads, state, params)
+        return _applied(optimizer, grads, state, params, loss)
 
     def rule(grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any, Any]:
-        return _applied(optimizer, grads, state, params)
+        return _applied(optimizer, grads, state, params, loss)
 
     nothing = jax.tree.map(jnp.zeros_like, params)
     return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
 
 
-def _applied(optimizer: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any, Any]:
+def _applied(
+    optimizer: Any, grads: Tree, state: Tree, params: Tree, loss: jax.Array | None
+) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope(OPTIMIZER):
             applied: Any = apply(grads, state, params)
@@ -43,7 +50,8 @@ def _applied(optimizer: Any, grads: Tree, state: Tree, params: Tree) -> tuple[An
         import optax  # late: importing it takes a fifth of the time of importing JAX
 
         with jax.named_scope(OPTIMIZER):
-            updates, new_state = optimizer.update(grads, state, params)
+            extra = {} if loss is None else {"value": loss}
+            updates, new_state = optimizer.update(grads, state, params, **extra)
             after = optax.apply_updates(params, updates)
     return updates, after, jax.tree.map(_keep_dtype, state, new_state)
 

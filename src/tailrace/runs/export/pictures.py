@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import OptionError, SelectionError
-from tailrace.messages import shown
+from tailrace.messages import counted, shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.record import Record
 from tailrace.records.records import Records
@@ -49,7 +49,8 @@ class ExponentHistogram(Picture):
             f"{int(counts[index]):,} {what}"
             for index, what in ((ZERO_BIN, "zero"), (INF_BIN, "infinite"), (NAN_BIN, "NaN"))
         )
-        head = f"{int(counts.sum()):,} values of {len(self.names)} tensors, {when}: {special}."
+        tensors = counted(len(self.names), "tensor")
+        head = f"{int(counts.sum()):,} values of {tensors}, {when}: {special}."
         return [head, *format_sentences(counts)]
 
     def figure(self) -> Any:

@@ -54,7 +54,8 @@ class CSVLogger(Callback):
     """Writes a row for each step to a file, while training runs.
 
     Columns are the step, loss and metrics, and values of validations in the row of the last step
-    before them. A resumed fit continues the file; any other replaces it.
+    before them. A resumed fit continues the file, and so does the next fit of the same trainer with
+    this object; any other replaces it.
 
     Args:
         path: the path of the file; its directory is created if necessary.
@@ -71,12 +72,17 @@ class CSVLogger(Callback):
             raise OptionError(f"CSVLogger writes a file, and path={str(path)!r} is a directory.")
         self._names: list[str] = []
         self._rows: list[dict[str, Any]] = []
-        self._written = 0
+        self._written, self._end = 0, 0  # the number of rows, and the step after the last of them
         self._resumed = False
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Do not create the file yet: until the first row the fit may still be resumed."""
-        self._rows, self._names, self._written, self._resumed = [], ["step"], 0, False
+        self._write()
+        again = self._end - trainer.step  # rows that come again, after the state was set back
+        if trainer.step and 0 <= again < self._written and self._path.exists():
+            self._written, self._resumed = self._written - again, self._resumed or again > 0
+        else:
+            self._names, self._written, self._resumed = ["step"], 0, False
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """The rows of an execution; the last waits for values of a validation."""
@@ -84,6 +90,7 @@ class CSVLogger(Callback):
         for number in range(execution.steps):
             values = {name: float(v[number]) for name, v in execution.values.items()}
             self._rows.append({"step": execution.first_step + number, **values})
+        self._end = execution.first_step + execution.steps
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Values of a validation go into the row of the step before it."""
@@ -98,12 +105,13 @@ class CSVLogger(Callback):
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint: the columns, the number of rows, and the one that waits."""
         self._write(waiting=1)  # a validation may follow, and its values belong to that row
-        return {"names": list(self._names), "rows": self._written, "waiting": list(self._rows)}
+        counts = {"rows": self._written, "end": self._end}
+        return {"names": list(self._names), **counts, "waiting": list(self._rows)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """From a checkpoint: the next row cuts off later ones, since they come again."""
         self._names, self._written, self._resumed = list(state["names"]), int(state["rows"]), True
-        self._rows = [dict(row) for row in state["waiting"]]
+        self._rows, self._end = [dict(row) for row in state["waiting"]], int(state.get("end", 0))
 
     def _write(self, waiting: int = 0) -> None:
         count = max(0, len(self._rows) - waiting)

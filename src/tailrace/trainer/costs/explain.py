@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
 from tailrace.errors import TailraceError
@@ -50,7 +51,8 @@ def flops_of_update(engine: Engine) -> float:
     # Optimizers of front ends have `apply` in place of optax' `update`.
     update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
     held = keeping.forms if keeping is not None else state.optimizer_state
+    extra = {"value": jnp.float32(0)} if engine.step_function.gives_loss else {}
     try:
-        return flops_of(update.lower(state.params, held, state.params))
+        return flops_of(update.lower(state.params, held, state.params, **extra))
     except TailraceError:  # it means something inside a program only: small beside the rest
         return 0.0

@@ -68,21 +68,20 @@ class Combined:
             self._collectors[name].add(name, value, rows)
 
     def results(self) -> dict[str, Any]:
-        """One value by name; scalars are floats."""
+        """One value by name; real scalars are floats."""
         found: dict[str, Any] = {}
         for name, one in self._collectors.items():
             result = one.result()
             # A metric may have several results: precision and recall.
             named = {f"{name}/{key}": v for key, v in result.items()} if _is_dict(result) else None
             found.update({name: result} if named is None else named)
-        return {name: float(v) if np.ndim(v) == 0 else v for name, v in found.items()}
+        return {name: _plain(value) for name, value in found.items()}
 
     def _rule(self, name: str, value: np.ndarray) -> Rule:
-        if isinstance(self._combine, Mapping):
-            if name in self._combine:
-                return self._combine[name]
-        elif self._combine is not None:
-            return self._combine
+        by_name = self._combine if isinstance(self._combine, Mapping) else {name: self._combine}
+        chosen = by_name.get(name)
+        if chosen is not None:
+            return chosen
         counts = value.ndim > 1 and value.dtype.kind in "iu"
         return "sum" if counts else "mean"
 
@@ -115,7 +114,8 @@ class _Total(_Collector):
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
         # Counts are added as integers: float64 is exact only up to 2**53.
-        wide = np.int64 if values.dtype.kind in "iub" and not self._mean else np.float64
+        counts = values.dtype.kind in "iub" and not self._mean
+        wide = np.int64 if counts else np.result_type(values.dtype, np.float64)
         # The last batch may be smaller: by batches, its rows would count more than others.
         weight = rows if self._mean else 1
         part = values.astype(wide).sum(axis=0) * weight
@@ -186,6 +186,14 @@ class _OfAll(_Collector):
         # gets a list.
         joined: Any = [row for part in self._parts for row in part]
         return _arrays(self._function(np.stack(joined) if len(shapes) == 1 else joined))
+
+
+def _plain(value: Any) -> Any:
+    """A real scalar as a float; complex numbers, texts and objects of a metric as they are."""
+    scalar = np.asarray(value)
+    if scalar.ndim:
+        return value
+    return scalar[()] if scalar.dtype.kind in "cSUO" else float(scalar)
 
 
 def _is_dict(value: object) -> bool:

@@ -214,6 +214,8 @@ class Evaluator:
             runner.infeeds[0].adopt(infeed)
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
+        own = getattr(fn, "__self__", None) is self
+        name = "the loss" if own else getattr(fn, "__name__", type(fn).__name__)
 
         def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
             precision = self._step.precision
@@ -225,13 +227,16 @@ class Evaluator:
             else:
                 first = (params, model_state) if self._step.has_model_state else (params,)
                 result = call_with_element(fn, (*first, *inputs), batch)
+            if not jax.tree.leaves(result):
+                raise ProgramError(
+                    f"{name} returns at least one array for each batch. Received: {result!r}. Is its "
+                    f"return statement missing?"
+                )
             if precision is not None:
                 result = precision.widen(result)
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
-        own = getattr(fn, "__self__", None) is self
-        name = "the loss" if own else getattr(fn, "__name__", type(fn).__name__)
         runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed
 

@@ -118,6 +118,7 @@ class FitCall:
                 saving.begin(fit.parts, fresh=taken is None)
                 if taken is not None:
                     fit.resume(taken)
+            fit.journal.training_goes_on()
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
             fit.agree()
             if fit.asked is not None:

@@ -19,6 +19,12 @@ class Duration:
     @classmethod
     def of(cls, steps: Any, epochs: Any) -> Duration:
         """`steps` or `epochs`, not both, and neither negative; one epoch if neither is given."""
+        if getattr(steps, "ndim", 0):
+            raise OptionError(
+                f"fit takes one dataset, then steps=, a whole number. Received: steps="
+                f"{steps.dtype}{list(steps.shape)}. Inputs and labels are one dataset: "
+                f"fit(tr.batches((x, y), batch_size), epochs=...)."
+            )
         if steps is not None and epochs is not None:
             raise OptionError(
                 f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."

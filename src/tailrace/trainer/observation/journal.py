@@ -98,9 +98,6 @@ class Journal:
                 keeps it: a catalogue of a thousand tensors takes tens of milliseconds.
         """
         self.records.runs.begin()
-        # Rates are measured between executions; the time between two fits is not training.
-        if self._logged is not None:
-            self._logged.restart()
         # `begin` clears the flag: a second `open` without one belongs to the same fit, whose
         # records go on.
         goes_on, self._is_open = self._is_open, True
@@ -117,6 +114,11 @@ class Journal:
         """Take in that an execution was dispatched."""
         if self._times is not None:
             self._times.began(ticket.ready)
+
+    def training_goes_on(self) -> None:
+        """Measure rates from now on: what came before (callbacks, a validation) is not training."""
+        if self._logged is not None:
+            self._logged.restart()
 
     def add(self, results: Results) -> Results:
         """Add an execution that has just ended; returns it with the logged values."""
@@ -165,8 +167,7 @@ class Journal:
         self.history.add_validation(step, values)
         if self.sink is not None:
             self.sink.validation(Validated(step, dict(values)))
-        if self._logged is not None:
-            self._logged.restart()
+        self.training_goes_on()
 
     def add_compilation(self, compilation: Compilation) -> None:
         """Take in that a program was compiled."""
