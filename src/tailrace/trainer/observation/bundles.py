@@ -56,7 +56,8 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
     whole = Snapshot(arrays, {}).on_host()
-    host = {name: np.ascontiguousarray(array) for name, array in whole.items()}
+    # Not np.ascontiguousarray, which gives a scalar (the count of Adam) a dim.
+    host = {name: np.asarray(array, order="C") for name, array in whole.items()}
     note = {
         "format": FORMAT,
         "step": failure.step,
