@@ -65,6 +65,7 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # a second search field, above the page; the sidebar has one
 }
 html_show_sourcelink = False
 html_copy_source = False
