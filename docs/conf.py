@@ -36,7 +36,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # pages start where they like
 nb_execution_mode = "cache"
-nb_execution_timeout = 600
+nb_execution_timeout = 1800  # a cell, on a busy machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # with tables
@@ -65,6 +65,7 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # a second search field, above the page; the sidebar has one
 }
 html_show_sourcelink = False
 html_copy_source = False

@@ -133,6 +133,37 @@ def test_everything_that_is_returned_is_in_the_reference():
     assert missing == set()
 
 
+CALLED = [name for name in NAMES if f":: tailrace.{name}\n" in f"{REFERENCE}\n"]
+"""The names that users call; what these return has parentheses in the reference."""
+WITHOUT_ERRORS = {
+    "keras.CrossReplicaOptimizer",
+    "keras.LayerStageAssignment",
+    "keras.MaybeOutfeed",
+    "keras.NestedModelStageAssignment",
+    "keras.Outfeed",
+    "keras.OutfeedCallback",
+    "recomputation_checkpoint",
+    "torch.Block",
+    "torch.BlockFunction",
+    "torch.module_repr",
+    "torch.register_container",
+    "torch.remove_blocks",
+    "training",
+}
+"""Names that have no rule of their own that a caller could break."""
+
+
+@pytest.mark.parametrize("name", [n for n in CALLED if not n.startswith("compat.")])
+def test_every_name_has_an_example_and_its_errors(name):
+    """Those of `tailrace.compat` have the tables of the originals' errors on their pages."""
+    assert examples(name)
+    value = described(name)
+    members = vars(value).values() if isinstance(value, type) else ()
+    texts = [inspect.getdoc(one) or "" for one in (value, *filter(callable, members))]
+    mentions = re.search(r"Raises:|Error\b|raises", "\n".join(texts))
+    assert bool(mentions) != (name in WITHOUT_ERRORS)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_properties_are_described_without_a_colon(name):
     """Text before a colon is shown as a type: Napoleon reads `type: description`."""

@@ -128,6 +128,17 @@ def test_more_stages_than_operations():
         tr.balance(lambda w, x: w * x, np.float32(1), np.float32(1), stages=3)
 
 
+@pytest.mark.parametrize("stages", [0, -1, "2", 2.0, True, None])
+def test_stages_that_are_no_number_of_them(stages):
+    with pytest.raises(tr.errors.OptionError, match="stages must be a whole number >= 1"):
+        tr.balance(lambda w, x: w * x, np.float32(1), np.float32(1), stages=stages)
+
+
+def test_a_model_that_is_no_function():
+    with pytest.raises(tr.errors.OptionError, match="balance cuts a function"):
+        tr.balance("model", np.float32(1), np.float32(1), stages=1)
+
+
 def test_a_proposal_is_a_pipeline_that_computes_what_the_model_does():
     def model(params, x, y):
         h = jnp.tanh(x @ params[0])

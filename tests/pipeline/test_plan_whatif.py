@@ -98,6 +98,8 @@ def test_what_if_without_a_backward():
 def test_lengths_are_checked():
     with pytest.raises(PlanError, match=r"`backward` has one value .* received 1 for 2"):
         what_if([1.0, 1.0], [1.0])
+    with pytest.raises(PlanError, match="`forward` has the time of each layer"):
+        what_if([])
     with pytest.raises(PlanError, match="`stash_bytes` has one value for each layer"):
         what_if([1.0, 1.0], stash_bytes=[1])
     refused = what_if([1.0, 1.0], devices=[3], schedules=["grouped"])

@@ -188,3 +188,27 @@ def test_bfloat16_survives_a_bundle(tmp_path):
         tmp_path / "bundle", rows[0], observe=[tr.Tap("param/*", reduce="tensor")]
     )
     assert_bits_equal(found["param/params"].values[0], np.asarray(trainer.params))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scalars_survive_a_bundle(tmp_path, dtype):
+    """A parameter without dims, and a count such as Adam's."""
+    pytest.importorskip("safetensors")
+    import jax.numpy as jnp
+
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    make = lambda **o: tr.Trainer(  # noqa: E731
+        lambda w, x: (x.astype(w.dtype) * w).mean(),
+        optax.chain(optax.sgd(0.5), optax.scale_by_schedule(lambda count: 1.0)),
+        jnp.asarray(2, dtype),
+        **o,
+    )
+    trainer = make(observe=[guard])
+    rows = [np.ones(2, np.float32), np.full(2, np.nan, np.float32)]
+    with pytest.raises(NonFiniteError):
+        trainer.fit(rows, steps=2)
+    observe = [tr.Tap(["param/*", "optimizer/*count"], reduce="tensor")]
+    found = make().replay_bundle(tmp_path / "bundle", rows[0], observe=observe)
+    assert_bits_equal(found["param/params"].values[0], np.asarray(trainer.params))
+    (count,) = [found[name].values for name, _ in found if name.startswith("optimizer")]
+    assert count.tolist() == [2]  # after the step of the bundle

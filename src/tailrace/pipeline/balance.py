@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree, TreeDef
-from tailrace.errors import PipelineError
+from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
 from tailrace.jaxprs.control import Cond, Scan, control, programs_in
@@ -69,6 +70,9 @@ class Balance:
         stages: the expected cost of each stage.
         cut: the first operation of each stage after the first.
         function: the model.
+
+    Raises:
+        PipelineError: it is called with a batch for which the model has other operations.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tailrace as tr
@@ -155,6 +159,10 @@ def balance(
         model_state: the model state, if it has one.
         measure: whether to run the stages and correct the estimate by their times, twice.
 
+    Raises:
+        OptionError: `fn` is not a function, or `stages` is not a whole number of at least 1.
+        PipelineError: the model has fewer operations than stages.
+
     Example:
         >>> import jax.numpy as jnp, numpy as np, tailrace as tr
         >>> def model(params, x):
@@ -165,6 +173,11 @@ def balance(
         >>> tr.balance(model, params, np.ones((8, 16), np.float32), stages=2).slowest < 0.6
         True
     """
+    if not callable(fn):
+        raise OptionError(
+            f"balance cuts a function, called like a loss function. Received: {fn!r}."
+        )
+    stages = check_count("stages", stages, at_least=1, error=OptionError)
     first = (params,) if model_state is None else (params, model_state)
 
     def whole(*args: Tree) -> Any:

@@ -22,6 +22,9 @@ def stage_boundary(values: Tree) -> Tree:
     Args:
         values: a tree of arrays, with at least one.
 
+    Raises:
+        PipelineError: there is no array in it.
+
     >>> import tailrace as tr
     >>> import jax.numpy as jnp
     >>> float(tr.stage_boundary(jnp.float32(2.0)))

@@ -48,6 +48,12 @@ class Pipeline:
             (or True) the whole stage at once, "interleaved" from one `tr.recomputation_checkpoint` to
             the next.
 
+    Raises:
+        OptionError: an argument has an invalid value.
+        PipelineError: there are fewer than two stages, or the parameters or marks do not fit; some of
+            this is known only when it is traced.
+        PlanError: the number of microbatches or the mapping does not fit the schedule.
+
     Example:
         >>> import optax, jax.numpy as jnp, numpy as np, tailrace as tr
         >>> first = lambda w, x, y: (jnp.tanh(x * w), y)

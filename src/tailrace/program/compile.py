@@ -93,6 +93,10 @@ class Program:
         executions: the number of dispatches so far.
         steps: the number of iterations of outermost loops so far; a call without loops is one step.
 
+    Raises:
+        ProgramError: a call passes something that is not an array.
+        DataError: a dataset breaks a rule, raises, or ends too early; during a call.
+
     Example:
         >>> import tailrace as tr
         >>> program = tr.compile(lambda x: tr.repeat(3, lambda x: 2 * x, x))

@@ -32,10 +32,20 @@ from tailrace.program.step.accumulation import Accumulation, Reduction
 def cross_replica(optimizer: Any) -> Any:
     """`optimizer`, given the mean of the gradients over all replicas.
 
-    >>> import tailrace as tr
-    >>> import optax
-    >>> hasattr(tr.optimizers.cross_replica(optax.sgd(0.1)), "update")
-    True
+    Args:
+        optimizer: an optax transformation.
+
+    Raises:
+        OptionError: it is not an optax transformation.
+        ProgramError: its `update` is called outside of a program.
+
+    >>> import jax, numpy as np, optax, tailrace as tr
+    >>> sgd = tr.optimizers.cross_replica(optax.sgd(0.5))
+    >>> def step(w):
+    ...     updates, _ = sgd.update(jax.grad(lambda w: (w**2).sum())(w), sgd.init(w))
+    ...     return optax.apply_updates(w, updates)
+    >>> print(tr.compile(lambda w: tr.repeat(1, step, w))(np.float32([3.0, 4.0])))
+    [0. 0.]
     """
     import optax
 
@@ -92,6 +102,20 @@ def gradient_accumulation(
         microbatches: the number of gradients per step.
         dtype: the dtype of the accumulators; see `tr.Accumulation`.
         reduction: "sum", "mean" or "running_mean".
+
+    Raises:
+        OptionError: an argument has an invalid value.
+        ProgramError: its `update` is called outside of a program.
+
+    >>> import jax, numpy as np, optax, tailrace as tr
+    >>> sgd = tr.optimizers.gradient_accumulation(optax.sgd(0.5), 4)
+    >>> def step(carry):
+    ...     w, state = carry
+    ...     updates, state = sgd.update(jax.grad(lambda w: w**2)(w), state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> program = tr.compile(lambda w: tr.repeat(4, step, (w, sgd.init(w)))[0])
+    >>> print(program(np.float32(3.0)))  # one update in four iterations
+    0.0
     """
     import optax
 

@@ -25,6 +25,11 @@ class MaybeOutfeedQueue:
     Both calls belong in the same function: values collected inside `jax.grad`, `jax.jit`, `lax.scan`
     and the like must be enqueued inside too, because they do not exist outside.
 
+    Raises:
+        OptionError: `mode` or `filters` has an invalid value.
+        FeedError: values are enqueued in another function than they were collected in; when the
+            program is traced.
+
     >>> import jax.numpy as jnp, tailrace as tr
     >>> queue = tr.MaybeOutfeedQueue(filters=["Dense_1"])
     >>> def body(x):

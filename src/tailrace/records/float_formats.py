@@ -91,6 +91,9 @@ def format_shares(histogram: npt.ArrayLike, scale_exponent: int = 0) -> dict[str
     Returns:
         For each format a structured array with the leading dims of `histogram`.
 
+    Raises:
+        OptionError: it is not a histogram, or `scale_exponent` is not a whole number.
+
     >>> import numpy as np
     >>> from tailrace.records.float_formats import format_shares
     >>> counts = np.zeros(258, int)

@@ -32,6 +32,10 @@ class Records(Mapping[Any, Record]):
     Args:
         stored: returns the records if they are stored elsewhere; called at each read.
 
+    Raises:
+        SelectionError: no tensor of that name was recorded, or several taps recorded it; when it is
+            read.
+
     Example:
         >>> import jax.numpy as jnp, tailrace as tr
         >>> observed = tr.observe(lambda x: 2 * x, [tr.Tap("output/*", reduce="tensor")])

@@ -76,7 +76,7 @@ def open_run(directory: str | os.PathLike[str], *, limit: int | str | None = Non
 class Run:
     """A run directory; made by `tr.open_run`.
 
-    It shows the rows that counted when it was opened; `refresh` updates it.
+    It shows the rows that were complete when it was opened; `refresh` updates it.
 
     Attributes:
         directory: its path.
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def is_interrupted(self) -> bool | None:
-        """Whether its writer is gone without having ended it; None if that cannot be found out."""
+        """Whether its writer is gone without having ended it; None if that is unknown."""
         if self.is_ended:
             return False
         locked = is_locked(self.directory)
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Either "ended", "growing" or "interrupted"; the last two if neither is ruled out."""
+        """Either "ended", "growing" or "interrupted"; "growing, or interrupted" if that is unknown."""
         if self.is_ended:
             return "ended"
         interrupted = self.is_interrupted

@@ -111,23 +111,27 @@ class LookingBack:
     def replay(
         self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
     ) -> Replay:
-        """Run a past step again, look at it with any taps, and say whether it is what happened.
+        """Run a past step again, observe it with any taps, and prove that it equals the original.
 
         The fit runs again from the nearest checkpoint before the step, on the same batches, without
         validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
         compared with what was recorded. The model is unchanged afterwards.
 
         Args:
-            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
+            step: the index of the optimizer step, counted from 0 over all fits of this model.
             *args: as in the fit that trained it: `x`, `y`, ...
             observe: taps.
-            checkpoint: the directory that `fit(checkpoint=...)` was given.
-            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
-                keras.callbacks.LearningRateScheduler: they hear of the steps again.
+            checkpoint: the directory that was passed to `fit(checkpoint=...)`.
+            **kwargs: as in that fit. Of its callbacks, pass those that change the training, such as
+                keras.callbacks.LearningRateScheduler: they are called again.
 
         Returns:
-            The records of the step by name, with `proved` (None where nothing was recorded) and
+            The records of the step by name, with `proved` (None if nothing was recorded) and
             `differences`; see `tr.Trainer.replay`.
+
+        Raises:
+            CheckpointError: there is no usable checkpoint at or before the step, or the step was not
+                trained.
         """
         pacing, call = self._fit_again(args, kwargs)
         return replay_fit(self, step, observe, checkpoint, pacing, call)

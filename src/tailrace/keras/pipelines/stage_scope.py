@@ -34,6 +34,10 @@ class PipelineStage:
     Args:
         stage: the index of the stage, from 0.
 
+    Raises:
+        OptionError: it is not a whole number of at least 0; when the block is entered.
+        ProgramError: it is outside of a strategy's scope, or inside another stage; when it is entered.
+
     Example:
         >>> import tailrace.keras as tk, keras
         >>> with tk.Strategy().scope():

@@ -34,7 +34,8 @@ class MetricReduction(enum.StrEnum):
     """How the values of a metric on several replicas are combined.
 
     Only `MERGED` is exact: the value of one metric over the batches of all replicas. `NONE` is the
-    value of the last replica, `LIST` has those of all.
+    value of the last replica, `LIST` has those of all. Strings are accepted; an unknown one is an
+    `OptionError`.
 
     >>> import tailrace.keras as tk
     >>> tk.MetricReduction.parse("MEAN")

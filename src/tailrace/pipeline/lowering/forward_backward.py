@@ -34,10 +34,13 @@ RECOMPUTE = (False, True, "then", "interleaved")
 
 
 def recomputation_checkpoint(values: Tree) -> Tree:
-    """Keep these values for the backward when a pipeline recomputes its stages.
+    """Keep these values for the backward pass when a pipeline recomputes its stages.
 
     What follows is recomputed from here, and not from the inputs of the stage. Outside of such a
     pipeline it is a no-op.
+
+    Args:
+        values: a tree of arrays.
 
     >>> import tailrace as tr
     >>> import jax.numpy as jnp

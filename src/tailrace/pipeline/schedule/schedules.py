@@ -24,6 +24,9 @@ from tailrace.errors import PlanError
 class PipelineSchedule(StrEnum):
     """How the stages of a pipeline share time. Strings are accepted wherever one is expected.
 
+    Raises:
+        PlanError: there is no schedule of that name.
+
     >>> import tailrace as tr
     >>> tr.PipelineSchedule("Grouped") is tr.PipelineSchedule.GROUPED
     True

@@ -141,7 +141,8 @@ def what_if(
         backward: likewise; twice the forward if not given.
         microbatches: the counts to try.
         schedules: the schedules to try.
-        stages: numbers of stages to try; layers are joined so that the slowest is fastest.
+        stages: numbers of stages to try; layers are joined so that the slowest stage is as fast as
+            possible.
         cuts: cuts to try, each with the first layer of every stage after the first. Without `stages`
             and `cuts`, each layer is a stage.
         devices: numbers of devices to try; neighbouring stages share one where there are fewer
@@ -157,6 +158,9 @@ def what_if(
         "ramps" the share of ramp-up and ramp-down, "stash" microbatches held over all devices. A
         combination that a schedule refuses is in the table, with the reason.
 
+    Raises:
+        PlanError: an argument has an invalid value, or none for each layer.
+
     >>> import tailrace as tr
     >>> table = tr.what_if([1.0] * 8, microbatches=[8, 32], stages=[2, 4], schedules=["grouped"])
     >>> print(table)
@@ -170,6 +174,10 @@ def what_if(
     """
     training = read_flag(training, "training")
     forward = _times("forward", forward)
+    if not forward:
+        raise PlanError(
+            "`forward` has the time of each layer, and there is at least one; received []."
+        )
     back = [2.0 * time for time in forward] if backward is None else _times("backward", backward)
     if not training:
         back = [0.0] * len(forward)

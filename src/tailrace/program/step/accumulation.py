@@ -25,7 +25,8 @@ class Reduction(enum.StrEnum):
     """How a step combines the gradients of its microbatches.
 
     `RUNNING_MEAN` equals `MEAN` up to rounding; its accumulator stays as small as one gradient, so
-    16-bit accumulators do not overflow.
+    16-bit accumulators do not overflow. Strings are accepted wherever one is expected; an unknown one
+    is an `OptionError`.
 
     >>> import tailrace as tr
     >>> tr.Reduction.parse("MEAN")

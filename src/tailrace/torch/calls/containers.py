@@ -31,7 +31,12 @@ _custom: dict[type, CustomContainer] = {}
 
 
 def register_container(kind: type, parser: CustomContainer | None) -> None:
-    """Register how objects of a class are flattened; None removes the registration.
+    """Register how objects of a class are flattened, so that `forward` may take and return them.
+
+    Args:
+        kind: the class.
+        parser: an object with `yield_tensors(structure)` and `reconstruct(original, tensors)`; None
+            removes the registration.
 
     >>> import torch
     >>> import tailrace.torch as tt

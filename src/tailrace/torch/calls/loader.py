@@ -24,7 +24,7 @@ from tailrace.torch.errors import UsageError
 
 
 class DataLoaderMode(enum.StrEnum):
-    """How a loader reads.
+    """How a loader reads. Strings are accepted; an unknown one is an `OptionError`.
 
     SYNC: on demand. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and the rows of all workers
     are cut into batches again, so that only one remainder is lost instead of one per worker.

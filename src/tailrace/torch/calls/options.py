@@ -57,6 +57,9 @@ class ModelOptions:
         fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
             `model.replay` proves a past step.
 
+    Raises:
+        OptionError: an option has an invalid value.
+
     >>> import tailrace.torch as tt
     >>> tt.ModelOptions(device_iterations=4, accumulation=2).microbatches
     2

@@ -22,7 +22,7 @@ from tailrace.torch.errors import UsageError
 
 
 class OutputMode(enum.StrEnum):
-    """Which values of a tensor a call returns.
+    """Which values of a tensor a call returns. Strings are accepted; others are an `OptionError`.
 
     DEFAULT means ALL for inference and FINAL for training. EVERY_N returns microbatches N-1, 2N-1,
     ... of a call, N being the return period.

@@ -23,6 +23,11 @@ from tailrace.torch.tracing.forward import Forward, weights_of
 class InferenceModel(Model):
     """A module that runs on the device; made by `tt.inference_model`.
 
+    Raises:
+        OptionError: `accumulation` is not 1.
+        ProgramError: weights are copied before the first call; or an operation of `forward` cannot run
+            on the device, at the first call.
+
     >>> import torch
     >>> import tailrace.torch as tt
     >>> model = tt.inference_model(torch.nn.Linear(2, 3).eval())

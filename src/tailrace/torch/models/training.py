@@ -159,11 +159,11 @@ class TrainingModel(FollowingModel):
     def replay(
         self, step: int, calls: Iterable[Any], *, observe: Any = (), checkpoint: Any
     ) -> Replay:
-        """Run a past step again, look at it with any taps, and say whether it is what happened.
+        """Run a past step again, observe it with any taps, and prove that it equals the original.
 
-        The calls are made again from the nearest file before the step, on a separate state, with the
-        learning rates of that time. Losses and, with `fingerprint=True`, the state after each call are
-        compared with what was recorded. The model is unchanged afterwards.
+        The calls are made again from the nearest file before the step, on a separate state; learning
+        rates are those of the original calls. Losses and, with `fingerprint=True`, the state after each
+        call are compared with what was recorded. The model is unchanged afterwards.
 
         Args:
             step: the number of the step, counted from 0 over all calls.

@@ -20,12 +20,16 @@ def as_function(
     """The module's forward pass as a JAX function, and the parameters it has now.
 
     `function(params, *args)` returns what `module(*args)` would, as JAX arrays; tensors inside are
-    named after the modules that make them. Buffers are the current ones: what forward does to them is
-    dropped.
+    named after the modules that compute them. The function uses the current buffers, and drops the
+    changes that forward makes to them.
 
     Args:
-        module: the module; modules inside that are in training mode are run in it.
-        seed: what random operations draw from; the same in each call.
+        module: the module; each module inside runs in its current mode, training or evaluation.
+        seed: the seed of random operations; every call draws the same numbers.
+
+    Raises:
+        OptionError: `seed` is not a whole number.
+        ProgramError: an operation cannot run on the device; when the function is called.
 
     >>> import numpy as np, torch, tailrace.torch as tt
     >>> function, params = tt.as_function(torch.nn.Linear(2, 3))

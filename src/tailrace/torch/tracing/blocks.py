@@ -25,10 +25,10 @@ class Block:
     """What is computed inside belongs to this block: `with tt.Block("encoder", 0): ...`.
 
     Args:
-        name: what the block is called, where stages are listed by name.
-        device: the number of the device that it runs on.
+        name: the name of the block, for lists of stages.
+        device: the index of its device.
 
-    After it no block is active, and everything that is computed must belong to one.
+    After the block no block is active, and everything that is computed must belong to one.
 
     >>> import tailrace.torch as tt
     >>> with tt.Block("encoder", device=0) as block:
@@ -57,6 +57,10 @@ class Block:
 
 class BlockFunction:
     """A decorator: each call of the function is a block.
+
+    Args:
+        name: the name of the block, for lists of stages.
+        device: the index of its device.
 
     >>> import tailrace.torch as tt
     >>> double = tt.BlockFunction("double", device=1)(lambda x: 2 * x)
@@ -98,10 +102,18 @@ class _Called(torch.nn.Module):
 
 
 def begin_block(module: torch.nn.Module, name: str | None = None, device: int | None = None) -> Any:
-    """Let a block begin where a module is called; returns the module.
+    """Begin a block wherever a module is called; returns the module.
 
-    The block lasts until the next one begins. Names of parameters stay as they are. A function gets
-    a module around it.
+    The block lasts until the next one begins. The names of parameters do not change. A function is
+    wrapped in a module.
+
+    Args:
+        module: the module, or a function.
+        name: the name of the block, for lists of stages.
+        device: the index of its device.
+
+    Raises:
+        ProgramError: the module begins a block already.
 
     >>> import torch
     >>> import tailrace.torch as tt

@@ -26,8 +26,8 @@ def print_tensor(
 ) -> torch.Tensor:
     """Print a tensor to standard error each time a wrapped model computes it; returns the tensor.
 
-    Go on with what it returns. In training the gradient is printed too, under `<title>_gradient`.
-    Outside of a wrapped model it does nothing.
+    Continue with the tensor it returns. In training the gradient is printed too, as
+    `<title>_gradient`. Outside of a wrapped model it does nothing.
 
     Args:
         tensor: what to print.

@@ -36,7 +36,8 @@ class Callback:
     """Override what you need; each method does nothing by default.
 
     In each method, `trainer.params` and `trainer.step` are those at the end of the execution that the
-    values come from. `trainer.stop()` in a callback ends the fit there.
+    values come from. `trainer.stop()` in a callback ends the fit there. An exception that a method
+    raises ends the fit too, and `fit` raises it.
 
     Example:
         >>> import tailrace as tr

@@ -37,6 +37,19 @@ class EarlyStopping(Callback):
         watched: the value, and what counts as better.
         best: the best value so far.
         best_step: the step it belongs to.
+
+    Raises:
+        OptionError: an argument has an invalid value, or a fit does not have the value.
+
+    Example:
+        >>> import numpy as np, optax, tailrace as tr
+        >>> data = tr.batches(np.ones(32, np.float32), 8)
+        >>> loss_fn = lambda w, x: ((x - w) ** 2).mean()
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0))
+        >>> stopping = tr.callbacks.EarlyStopping("loss", patience=2)
+        >>> history = trainer.fit(data, epochs=100, callbacks=[stopping], progress=False)
+        >>> trainer.step < 400, stopping.best
+        (True, 0.0)
     """
 
     def __init__(

@@ -28,10 +28,19 @@ class Metrics(Callback):
         fn: called once for each step with loss and metrics, and after each validation with its
             values (`val_<name>`); `step` counts from 0.
 
+    Raises:
+        OptionError: `fn` is not a function.
+
     Example:
-        >>> import tailrace as tr
+        >>> import numpy as np, optax, tailrace as tr
+        >>> loss_fn = lambda w, x: ((x - w) ** 2).mean()
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0))
         >>> seen = []
-        >>> log = tr.callbacks.Metrics(lambda values, step: seen.append((step, values)))
+        >>> log = tr.callbacks.Metrics(lambda values, step: seen.append((step, values["loss"])))
+        >>> data = [np.ones(8, np.float32)] * 2
+        >>> history = trainer.fit(data, callbacks=[log], progress=False)
+        >>> seen
+        [(0, 1.0), (1, 0.0)]
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -61,8 +70,19 @@ class CSVLogger(Callback):
         path: the path of the file; its directory is created if necessary.
 
     Raises:
-        OptionError: there can be no file of that path.
+        OptionError: there can be no file at that path.
         RunError: the file cannot be written; during a fit.
+
+    Example:
+        >>> import pathlib, tempfile, numpy as np, optax, tailrace as tr
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "log.csv")
+        >>> loss_fn = lambda w, x: ((x - w) ** 2).mean()
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0))
+        >>> log = tr.callbacks.CSVLogger(path)
+        >>> data = [np.ones(8, np.float32)] * 2
+        >>> history = trainer.fit(data, callbacks=[log], progress=False)
+        >>> path.read_text().splitlines()
+        ['step,loss', '0,1.0', '1,0.0']
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -165,7 +185,20 @@ class TensorBoard(Callback):
         directory: the log directory. Needs the extra `tensorboard`.
 
     Raises:
-        OptionError: there can be no directory of that path.
+        OptionError: there can be no directory at that path.
+        MissingDependency: tensorboardX is not installed; when a fit begins.
+        RunError: the files cannot be written; during a fit.
+
+    Example:
+        >>> import pathlib, tempfile, numpy as np, optax, tailrace as tr
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> loss_fn = lambda w, x: ((x - w) ** 2).mean()
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0))
+        >>> log = tr.callbacks.TensorBoard(folder)
+        >>> data = [np.ones(8, np.float32)] * 2
+        >>> history = trainer.fit(data, callbacks=[log], progress=False)
+        >>> len(list(folder.glob("*tfevents*")))
+        1
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

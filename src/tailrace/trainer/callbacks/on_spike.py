@@ -109,8 +109,8 @@ def on_spike(
 ) -> OnSpike:
     """A callback that detects steps whose loss is far above the previous ones.
 
-    The score is robust: the distance to the median of the last steps, divided by the median of their
-    distances to it. So one spike does not hide the next. A loss that is not finite is a spike.
+    The score is the distance to the median of the previous steps, divided by the median of their
+    distances to it, so that one spike does not hide the next. A loss that is not finite is a spike.
 
     Args:
         then: "note" logs it, "stop" ends the fit after that execution, and a function is called with
@@ -118,6 +118,9 @@ def on_spike(
         score: the smallest score of a spike.
         window: the number of previous steps to compare with.
         least: the fewest previous steps for a decision.
+
+    Raises:
+        OptionError: an argument has an invalid value.
 
     >>> import tailrace as tr
     >>> watch = tr.on_spike("stop", score=6.0)  # trainer.fit(..., callbacks=[watch])

@@ -20,8 +20,12 @@ class Checkpoint:
         directory: the directory, created if necessary. One directory belongs to one trainer.
         every: the period: a number of steps, or seconds as `"60s"`; applied at the next end of an
             execution. The start and the end of a fit are always saved.
-        keep: the number of latest checkpoints to keep in addition.
+        keep: the number of most recent checkpoints to keep, in addition to those of the start and the
+            end.
         best: also keep the best by this logged value ("val_loss", "accuracy"); None for none.
+
+    Raises:
+        OptionError: an argument has an invalid value.
 
     Example:
         >>> import tailrace as tr

@@ -34,6 +34,15 @@ class Measuring:
 
         Raises:
             OptionError: `steps` is not a whole number of at least 1.
+            DataError: the example cannot be an element of a dataset.
+
+        Example:
+            >>> import numpy as np, optax, tailrace as tr
+            >>> loss_fn = lambda w, x: ((x @ w) ** 2).mean()
+            >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.1), np.ones(4))
+            >>> found = trainer.explain(np.ones((8, 4), np.float32), steps=5)
+            >>> found.steps_per_execution, found.effective_batch_size, found.flops_per_step > 0
+            (5, 8, True)
         """
         if steps is None:
             steps = self._fits.steps_per_execution or 10
@@ -59,6 +68,15 @@ class Measuring:
         Raises:
             DataError: the dataset is too short.
             ProgramError: a fit is running.
+
+        Example:
+            >>> import numpy as np, optax, tailrace as tr
+            >>> x = np.ones((64, 32), np.float32)
+            >>> loss_fn = lambda w, x: ((x @ w) ** 2).mean()
+            >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.1), x[0])
+            >>> profile = trainer.profile(tr.batches(x, 16, repeat=True))
+            >>> "forward" in {row.phase for row in profile.rows}
+            True
         """
         self._fits.check_alone()
         found = profiled(self.engine, dataset, executions, self._fits.pace)
@@ -70,6 +88,17 @@ class Measuring:
 
         Args:
             example: one element of the dataset; not needed after a fit. Nothing is compiled.
+
+        Raises:
+            DataError: the example cannot be an element of a dataset.
+
+        Example:
+            >>> import numpy as np, optax, tailrace as tr
+            >>> params = {"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)}
+            >>> loss_fn = lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean()
+            >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params)
+            >>> trainer.summary().parameters
+            10
         """
         if example is not None:
             self.engine.use([example])
@@ -82,6 +111,16 @@ class Measuring:
 
         Raises:
             ProgramError: there is no pipeline, or no fit yet.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, optax, tailrace as tr
+            >>> stages = [lambda w, x: jnp.tanh(x * w), lambda w, h: (h * w).mean()]
+            >>> pipeline = tr.Pipeline(stages, accumulation=4, device_mapping=[0, 0])
+            >>> trainer = tr.Trainer(pipeline, optax.sgd(0.1), [np.float32(1), np.float32(1)])
+            >>> data = tr.batches(np.ones(64, np.float32), 4)
+            >>> history = trainer.fit(data, steps=2, progress=False)
+            >>> len(trainer.report().stages)
+            2
         """
         runner = self.engine.runner if self.engine.executions else None
         if not isinstance(runner, PipelineRunner):

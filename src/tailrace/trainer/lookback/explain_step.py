@@ -48,17 +48,17 @@ class StepExplanation:
     """A past step, example by example.
 
     Attributes:
-        step: its number.
+        step: its index.
         loss: its loss.
-        rows: one entry for each example, those that stand out most first: `element` (its number in the
-            pass over the dataset), `position` in that element, `row` (its number in the arrays of
+        rows: one entry for each example, the most conspicuous first: `element` (its index in the pass
+            over the dataset), `position` in that element, `row` (its index in the arrays of
             `tr.batches`, else -1), `loss`, `gradient_norm`, `alignment` (the cosine of its gradient and
             that of the step), `input_norm` (of all numbers of the row: inputs, labels, weights),
-            `score` (how far loss or gradient are above the median of the step, or inputs that are twice
-            the median).
-        growth: for each layer and gradient, its norm in this step over the median of the steps
-            before, in the order of the program; empty without steps before.
-        proved: whether the step is the one that happened; see `tr.Trainer.replay`.
+            `score` (how far the loss or the gradient is above the median of the step, or inputs that
+            are twice the median).
+        growth: for each layer and gradient, its norm in this step divided by the median of the previous
+            steps, in program order; empty without previous steps.
+        proved: whether the step equals the original; see `tr.Trainer.replay`.
         differences: if not, what differs.
     """
 
@@ -71,7 +71,7 @@ class StepExplanation:
 
     @property
     def grew_first(self) -> str | None:
-        """The first tensor, in the order of the program, whose norm grew; None if none did."""
+        """The first tensor, in program order, whose norm grew; None if none did."""
         return next((name for name, times in self.growth.items() if times >= GROWN), None)
 
     def __str__(self) -> str:

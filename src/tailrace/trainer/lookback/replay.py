@@ -36,8 +36,8 @@ class Difference:
     Attributes:
         step: the step, or the last one of the execution.
         what: "loss", or the group of tensors whose fingerprint differs.
-        recorded: what the training kept.
-        replayed: what the replay found.
+        recorded: the value that the training recorded.
+        replayed: the value in the replay.
     """
 
     step: int
@@ -53,18 +53,18 @@ class Difference:
 
 
 class Replay(Mapping[Any, Record]):
-    """A past step: what taps saw in it, by name, and whether it is proved to be what happened.
+    """A replayed step: the records of its taps, by name, and whether it provably equals the original.
 
     Attributes:
-        step: its number.
+        step: its index.
         loss: its loss.
         proved: True if everything that was recorded is equal bit for bit; False if something
             differs; None if nothing was recorded.
         differences: what differs, the earliest first.
-        evidence: what was compared, in words.
-        started_at: the step of the checkpoint that the replay began from.
-        changed: which versions, flags and devices have changed since, in words: the likely causes if
-            something differs.
+        evidence: a description of what was compared.
+        started_at: the step of the checkpoint that the replay started from.
+        changed: the versions, flags and devices that have changed since, which are the likely causes
+            of a difference.
     """
 
     def __init__(

@@ -56,8 +56,9 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
     whole = Snapshot(arrays, {}).on_host()
-    # safetensors writes the buffer as it is, without regard to strides.
-    host = {name: np.ascontiguousarray(array) for name, array in whole.items()}
+    # safetensors writes the buffer as it is, without regard to strides. Not np.ascontiguousarray,
+    # which gives a scalar (the count of Adam) a dim.
+    host = {name: np.asarray(array, order="C") for name, array in whole.items()}
     note = {
         "format": FORMAT,
         "step": failure.step,
