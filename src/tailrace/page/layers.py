@@ -79,7 +79,8 @@ def without_gaps(values: np.ndarray) -> np.ndarray:
         # The smallest gap: longer ones are missing records.
         for back in range(1, int(np.diff(filled).min())):
             at = filled[filled >= back]
-            drawn[np.ix_(same, at - back)] = values[np.ix_(same, at)]
+            mine = np.array(same)[:, None]
+            drawn[mine, at - back] = values[mine, at]
     return drawn
 
 
