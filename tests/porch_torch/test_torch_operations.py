@@ -541,3 +541,98 @@ def test_buffers_written_through_views():
     ran = run({}, {"seen": jax.numpy.zeros((2, 3))}, fill, jax.random.key(0))
     plain(torch.ones(2))
     assert_close(np.asarray(ran.buffers["seen"]), plain.seen.numpy())
+
+
+HELD = torch.arange(3.0)
+
+FILLED = {
+    "by indices": lambda out, x: out.__setitem__((slice(None), 0), x[:, 0]),
+    "by methods": lambda out, x: out.add_(x).mul_(2),
+    "by masks": lambda out, x: out.add_(x).__setitem__(out > 0, 0.5),
+    "by out=": lambda out, x: torch.mul(x.detach(), 2, out=out),
+    "in turns": lambda out, x: [out[1].add_(1), out.add_(x), out[0].mul_(3), out.sub_(1)],
+    "without a gradient": lambda out, x: _quietly(lambda: out.add_(x)),
+}
+
+
+def _quietly(function):
+    with torch.no_grad():
+        return function()
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_tensors_of_the_host_that_forward_fills(name):
+    def run(x):
+        made, copied = torch.zeros(2, 3, device="cpu"), HELD.expand(2, 3).clone()
+        for out in (made, copied):
+            FILLED[name](out, x)
+        return (made * made).sum() + (made + x).sum() * copied.sum()
+
+    compare(run, torch.arange(6.0).reshape(2, 3) - 2.5)
+
+
+def test_tensors_of_the_host_that_are_only_read():
+    def run(x):
+        with torch.no_grad():
+            same = HELD.to(x)
+        return x * same + HELD.type_as(x)
+
+    compare(run, torch.arange(6.0).reshape(2, 3))
+
+
+def test_what_forward_fills_is_returned():
+    def run(x):
+        out = torch.zeros(2, 3, device="cpu")
+        out[:, 1] = x[:, 0]
+        return out
+
+    compare(run, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: HELD.add_(x),
+        lambda x: HELD.__setitem__(0, x[0]),
+        lambda x: HELD.view(-1).mul_(x),
+        lambda x: torch.zeros(6, device="cpu")[:3].add_(x),
+    ],
+)
+def test_values_that_would_be_lost_on_the_host_are_refused(write):
+    with pytest.raises(tr.TailraceError, match=r"into a tensor of the host.*register_buffer"):
+        ours(lambda x: (write(x), x)[1], torch.ones(3))
+    assert torch.equal(HELD, torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x.data,
+        lambda x: x[0].data,
+        lambda x: x[0].detach(),
+        lambda x: torch.detach(x),
+        lambda x: torch.detach(x[1]),
+        lambda x: x.detach_(),
+        lambda x: torch.detach_(x + 1),
+        lambda x: torch.tensor(x),
+        lambda x: torch.tensor([x.sum(), 1]),
+        lambda x: torch.as_tensor([x[0, 0], x.sum()]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+def test_copies_without_a_gradient(of):
+    compare(lambda x: (x * 3).sum() * of(x * 2).sum(), torch.arange(6.0).reshape(2, 3) - 2)
+
+
+def test_data_is_written():
+    def run(x):
+        y, z = x * 1, x * 1
+        y.data.mul_(2)
+        y.data[0] = 5.0
+        z.data = z.data + 1
+        return y * y + z
+
+    compare(run, torch.arange(6.0).reshape(2, 3))
+    with pytest.raises(tr.TailraceError, match=r"setting \.data of a slice"):
+        ours(lambda x: setattr(x[0], "data", x[1]), torch.ones(2, 3))

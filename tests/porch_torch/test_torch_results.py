@@ -136,6 +136,54 @@ def test_booleans_stay_booleans():
     check(some, {"a": values(torch.bool), "b": ~values(torch.bool)})
 
 
+def test_whole_numbers_that_do_not_fit_wrap_around():
+    def all_casts(given):
+        x = given["x"]
+        kinds = (torch.uint8, torch.int8, torch.int16)
+        found = {f"{kind}": x.to(kind) for kind in kinds}
+        return {**found, "copied": torch.zeros(6, dtype=torch.uint8).copy_(x), "byte": x.byte()}
+
+    check(all_casts, {"x": torch.tensor([-1.5, -200.0, 130.7, 300.2, 70000.0, 0.9])})
+
+
+LISTS = {
+    "a float after a whole number": [1, 2.5],
+    "a number after a boolean": [True, 2],
+    "nested": [[1, 2], [3, 4.5]],
+    "large whole numbers of NumPy": np.array([2**24 + 1]),
+    "a number of NumPy": np.float64(2.5),
+    "a range": range(3),
+    "nothing": [],
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray])
+def test_numbers_become_tensors_of_pytorchs_dtype(make):
+    def all_lists(given):
+        x, n = given["x"], given["n"]
+        found = {name: make(data) for name, data in LISTS.items()}
+        found |= {
+            "half": make(np.ones(2), dtype=torch.float16),
+            "cut": make(3.5, dtype=torch.int32),
+        }
+        if make is not torch.asarray:  # it takes no tensors in lists
+            found |= {"with a tensor": make([x[0], 2]), "whole": make([n[0], 3])}
+        return {**found, "a tensor": make(x), "in another dtype": make(x, dtype=torch.float16)}
+
+    check(all_lists, {"x": torch.randn(3), "n": torch.arange(3, dtype=torch.int32)})
+
+
+def test_several_results_written_elsewhere_have_names():
+    def written(given):
+        x = given["x"]
+        out = torch.empty(3), torch.empty(3, dtype=torch.int64)
+        return {"values": torch.max(x, 1, out=out).values, "indices": torch.sort(x, 1).indices}
+
+    check(written, {"x": torch.randn(3, 4)})
+
+
 REDUCTIONS = {
     "sum": torch.sum,
     "sum of a dim": lambda x, dtype: torch.sum(x, 0, dtype=dtype),

@@ -2,8 +2,9 @@
 
 import dataclasses
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 
+import numpy as np
 import pytest
 import torch
 from small_modules import line, seeded, train_plainly, training
@@ -90,6 +91,25 @@ def test_a_class_that_nobody_knows_is_refused(wrap):
     model = tt.inference_model(Returns(lambda out: wrap(Packed(out))))
     with pytest.raises(tr.TailraceError, match=r"'parts'.*tt.register_container\(Packed"):
         model(line(4)[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda p: p, lambda p: [{"a": p}]], ids=["alone", "inside"])
+def test_inputs_of_a_class_that_nobody_knows_are_refused(wrap):
+    model = tt.inference_model(nn.Identity())
+    with pytest.raises(tr.TailraceError, match=r"'data'.*tt.register_container\(UserDict"):
+        model(wrap(UserDict(x=line(4)[0])))
+
+
+def test_constants_that_are_arrays_or_no_numbers():
+    class Scales(nn.Module):
+        def forward(self, x, by, but=0.0):
+            return x * torch.as_tensor(by)
+
+    model, x = tt.inference_model(Scales()), torch.ones(2)
+    for _ in range(2):
+        assert torch.equal(model(x, np.array([1.0, 2.0]), float("nan")), torch.tensor([1.0, 2.0]))
+    with pytest.raises(tr.TailraceError, match=r"constant of the program.*torch.from_numpy\(by\)"):
+        model(x, np.array([1.0, 3.0]), float("nan"))
 
 
 def test_inputs_in_a_dataclass():

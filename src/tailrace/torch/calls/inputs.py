@@ -20,7 +20,14 @@ from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import dtype_on_device, is_resident, rows_of
-from tailrace.torch.calls.containers import fields_beside, flatten, is_custom, is_dataclass, rebuild
+from tailrace.torch.calls.containers import (
+    fields_beside,
+    flatten,
+    held_elsewhere,
+    is_custom,
+    is_dataclass,
+    rebuild,
+)
 from tailrace.torch.errors import CallError, UsageError
 
 _ADVICE = (
@@ -62,6 +69,14 @@ class CallForm:
         given = self._bind(args, kwargs)
         self._template = rebuild(_packed(given), _without_tensor)
         self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
+        if hidden := held_elsewhere(dict(given.arguments), _is_tensor):
+            attribute, kind = hidden
+            raise CallError(
+                f"A call takes tensors, alone or in tuples, lists, dicts, named tuples and "
+                f"dataclasses. Received: a {kind.__name__}, which holds tensors in {attribute!r}: they "
+                f"would be constants of the program. Give the tensors themselves, or say how a "
+                f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
+            )
         leaves = [leaf for name, value in given.arguments.items() for leaf in flatten(value, name)]
         tensors = [(path, v) for path, v in leaves if isinstance(v, torch.Tensor)]
         # A call without tensors still has microbatches: an empty row for each.
@@ -205,9 +220,12 @@ class CallForm:
                 self._compare(f"{name}.{number}", a, b, shapes, tensors)
         elif is_dataclass(expected):
             self._compare_fields(name, expected, found, shapes, tensors)
-        elif expected != found:
+        elif not _same_constant(expected, found):
+            arrays = isinstance(expected, np.ndarray)
+            advice = f" Give tensors: torch.from_numpy({name})." if arrays else _ADVICE
             raise CallError(
-                f"Value mismatch for {name}: expected {expected} but got {found}.{_ADVICE}"
+                f"Value mismatch for {name}: expected {expected} but got {found}. What is no tensor "
+                f"is a constant of the program.{advice}"
             )
 
     def _compare_fields(
@@ -249,6 +267,19 @@ class CallForm:
                     f"a compiled model.",
                     key=f"detached input {name}",
                 )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(
+            one, other, equal_nan=one.dtype.kind in "fc"
+        )
+    nothing = one != one and other != other  # not a number
+    return one is other or bool(one == other) or bool(nothing)
 
 
 def _packed(given: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -34,6 +34,7 @@ from tailrace.torch.torchax.ops.compositions import (
 from tailrace.torch.torchax.ops.matrices import MATRICES
 from tailrace.torch.torchax.ops.pools import POOLS
 from tailrace.torch.torchax.ops.special_functions import COMPOSED, SPECIAL
+from tailrace.torch.torchax.ops.tensors import MAKERS, tensor_from
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.watch import current_watch
@@ -159,7 +160,8 @@ def make_environment() -> Any:
         delattr(Tensor, name)
     for kind in (Tensor, View):
         kind.__setitem__ = _seen(kind.__setitem__)
-    Tensor.detach = _detached(Tensor.detach)
+        kind.detach = _detached(kind.detach)
+        kind.data = property(lambda self: self.detach(), _with_data)  # type: ignore[assignment]
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
@@ -204,6 +206,9 @@ def make_environment() -> Any:
                     self._ops[one] = lowered(one, run, is_jax_function=False)
             for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
                 self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
+            for make in MAKERS:
+                run = tensor_from(make)
+                self._ops[make] = lowered(make, run, is_jax_function=False, needs_env=True)
             functional_normal = aten.normal_functional.default
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
@@ -364,6 +369,17 @@ def _detached(detach: Callable[..., Any]) -> Callable[..., Any]:
         return detach(self) if watch is None else watch.aliases.detached(self)
 
     return run
+
+
+def _with_data(self: Any, value: Any) -> None:
+    """`x.data = value`: other values, of which the gradient knows nothing."""
+    if not hasattr(self, "_elem"):
+        raise NotImplementedError("setting .data of a slice (use copy_)")
+    if self.shape == value.shape and self.dtype == value.dtype:
+        self.detach().copy_(value)
+    else:
+        watch = current_watch()
+        self._elem = (value if watch is None else watch.constant(value)).jax()
 
 
 def _index_of(key: Any) -> Any:

@@ -114,6 +114,10 @@ def as_dtype(array: TensorLike, dtype: DTypeLike) -> Any:
     """Cast as PyTorch casts."""
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    if whole and jnp.dtype(dtype).itemsize < 4 and jnp.issubdtype(array.dtype, jnp.floating):
+        # Whole numbers that do not fit wrap around (-1.0 becomes 255), where JAX takes the nearest.
+        array = array.astype(jnp.int32)
     return array.astype(dtype)
 
 
@@ -156,7 +160,7 @@ def cast_first(
     """The arguments of a sum, a softmax and their like in the dtype asked for: `dtype=` is the dtype
     that they compute in, not only that of the result."""
     number = _place_of_dtype(func)
-    if number is None or not args:
+    if number is None or not args or not isinstance(args[0], torch.Tensor):
         return args, kwargs
     dtype = kwargs.get("dtype", args[number] if len(args) > number else None)
     if not isinstance(dtype, torch.dtype) or args[0].is_complex():
@@ -180,7 +184,8 @@ def is_written_here(out: TensorLike) -> bool:
 
 
 def written(out: TensorLike, found: object, tensor: Callable[[Any], Any]) -> Any:
-    """Write a result into `out=`, which takes its shape but keeps its own dtype; returns `out`."""
+    """Write a result into `out=`, which takes its shape but keeps its own dtype; returns `out`, with
+    PyTorch's names for several."""
     places = [leaf for _, leaf in flatten(out)]
     values = [leaf for _, leaf in flatten(found)]
     for place, value in zip(places, values, strict=True):
@@ -196,7 +201,7 @@ def written(out: TensorLike, found: object, tensor: Callable[[Any], Any]) -> Any
             raise RuntimeError(
                 f"out= is a slice of {list(place.shape)}, and the result is {list(array.shape)}"
             )
-    return out
+    return _with_names(out, found)
 
 
 def _shown(dtype: torch.dtype) -> str:

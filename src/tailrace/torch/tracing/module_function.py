@@ -175,7 +175,7 @@ class ModuleFunction:
                 f"tensors in {attribute!r}. Return the tensors themselves, or say how a "
                 f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
             )
-        outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
+        outputs = rebuild(out, lambda v: watch.constant(v).jax() if watch.counts(v) else v)
         leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
         return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
 

@@ -22,7 +22,7 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
-from tailrace.torch.torchax.results import corrected, written
+from tailrace.torch.torchax.results import corrected, plainly, written
 from tailrace.torch.torchax.view_aliases import Aliases
 
 _watching: contextvars.ContextVar[Watch | None] = contextvars.ContextVar(
@@ -50,6 +50,8 @@ class Watch:
         outside_of_blocks: whether a block has ended and none has begun since.
         aliases: which tensors are views of others.
         constants: tensors from outside of the module that were used, by id, as constants.
+        made: tensors of the host that forward has made, by id.
+        written: those of them that hold values of the program since, in their constants.
     """
 
     env: Any
@@ -62,6 +64,8 @@ class Watch:
     outside_of_blocks: bool = False
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
     constants: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    made: dict[int, Any] = dataclasses.field(default_factory=dict)
+    written: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def mark_loss(self, value: TensorLike) -> Any:
         """Note a tensor as a loss; returns it."""
@@ -80,6 +84,35 @@ class Watch:
             constant = self.tensor(self.env.t2j_copy(value.detach()))
             self.constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
         return self.constants[id(value)][1]
+
+    def counts(self, value: object) -> bool:
+        """Whether a tensor has a value of the program."""
+        return is_traced(value) or id(value) in self.written
+
+    def note_made(self, out: Any, given: list[Any]) -> None:
+        """Remember tensors of the host that a function has returned."""
+        for _, leaf in flatten(out):
+            if isinstance(leaf, torch.Tensor) and all(leaf is not one for one in given):
+                self.made[id(leaf)] = leaf
+
+    def note_writes(self, used: list[tuple[Any, Any, Any]]) -> None:
+        """Find tensors of the host into which a function has written: (tensor, constant, value before).
+
+        From now on the constant takes their place.
+        """
+        for tensor, constant, before in used:
+            if constant._elem is before:
+                continue
+            with plainly():
+                alone = id(tensor) in self.made and not tensor._is_view()
+            if not alone:
+                raise ProgramError(
+                    f"Forward writes values of the program into a tensor of the host, of shape "
+                    f"{list(tensor.shape)}, where they would be lost. State that lasts from call to "
+                    f"call belongs into a buffer: self.register_buffer(...). A tensor to be filled is "
+                    f"made in forward: torch.zeros(..., device=x.device), or a clone()."
+                )
+            self.written[id(tensor)] = tensor
 
     @property
     def module(self) -> str:
@@ -112,11 +145,15 @@ class WatchingMode(TorchFunctionMode):
         """Run a function, as PyTorch asks modes to."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        ours = sum(is_traced(t) for t in tensors)
+        ours = any(self.watch.counts(t) for t in tensors)
+        used: list[tuple[Any, Any, Any]] = []
         # Tensors of the host next to traced ones: torchax refuses the mixture.
-        if ours and ours < len(tensors):
+        if ours and not all(is_traced(t) for t in tensors):
             constant = self.watch.constant
             args, kwargs = rebuild(args, constant), rebuild(kwargs, constant)
+            pairs = [(t, constant(t)) for t in tensors if not is_traced(t)]
+            used = [(t, one, one._elem) for t, one in pairs]
+            tensors = [constant(t) for t in tensors]
         if ours:
             # Before the function reads its arguments: one of them may be a view whose base was
             # written.
@@ -130,6 +167,9 @@ class WatchingMode(TorchFunctionMode):
         if ours:
             self._note(out)
             self._flag(out, tensors)
+            self.watch.note_writes(used)
+        else:
+            self.watch.note_made(out, tensors)
         if not torch.is_grad_enabled():
             # `torch.no_grad` has no meaning for JAX, which differentiates whatever was traced.
             out = self._stopped(out, tensors)

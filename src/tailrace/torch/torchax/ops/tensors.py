@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from tailrace.data.array_like import TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
-from tailrace.torch.torchax.results import as_dtype
+from tailrace.torch.calls.containers import flatten
+from tailrace.torch.torchax.results import as_dtype, plainly
 from tailrace.torch.tracing.watch import Watch
 
 
@@ -94,6 +98,67 @@ def _new_tensor(
     return watch.tensor(as_dtype(data.jax() if hasattr(data, "jax") else jnp.asarray(data), wanted))
 
 
+MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions that make a tensor of numbers, lists, arrays or tensors."""
+
+
+def tensor_from(make: Callable[..., Any]) -> Callable[..., Any]:
+    """One of them. PyTorch decides on the dtype of numbers in lists, where torchax takes that of the
+    first, and lets no gradient through a copy."""
+
+    def run(
+        data: Any,
+        dtype: torch.dtype | None = None,
+        *_: Any,
+        env: Any,
+        requires_grad: bool = False,
+        **__: Any,
+    ) -> Any:
+        if make is not torch.tensor and hasattr(data, "jax"):
+            return data if dtype is None else data.to(dtype)
+        leaves = [leaf for _, leaf in flatten(data)]
+        with plainly():
+            if any(hasattr(leaf, "jax") for leaf in leaves):
+                wanted = functools.reduce(torch.promote_types, map(_kind, leaves))
+                array = _stacked(data, dtype_on_device(dtype or wanted), hasattr(data, "jax"))
+            else:
+                array = env.t2j_copy(make(data, dtype=dtype, device="cpu").detach())
+        made = env.j2t_iso(jax.lax.stop_gradient(array))
+        made.requires_grad = requires_grad
+        return made
+
+    return run
+
+
+def _kind(leaf: Any) -> torch.dtype:
+    return leaf.dtype if hasattr(leaf, "jax") else torch.tensor(leaf, device="cpu").dtype
+
+
+def _stacked(data: Any, dtype: np.dtype, whole: bool) -> Any:
+    """Nested lists of numbers and of tensors of one entry as an array, or a `whole` tensor."""
+    if isinstance(data, list | tuple):
+        return jnp.stack([_stacked(part, dtype, whole) for part in data])
+    array = data.jax() if hasattr(data, "jax") else jnp.asarray(data)
+    return as_dtype(array if whole else array.reshape(()), dtype)
+
+
+def _set_item(watch: Watch, input: TensorLike, key: Any, value: Any) -> None:
+    """`x[key] = value` for a tensor of the host that has become one of the program."""
+    input[key] = value
+
+
+def _detach(watch: Watch, input: TensorLike) -> Any:
+    """As the method; torchax's lets the gradient through."""
+    return input.detach()
+
+
+def _detach_in_place(watch: Watch, input: TensorLike) -> Any:
+    if not hasattr(input, "_elem"):
+        raise NotImplementedError("detach_ of a slice (use detach)")
+    input._elem = jax.lax.stop_gradient(input._elem)
+    return input
+
+
 def _is_meta(watch: Watch, input: TensorLike) -> bool:
     """False, although torchax's tensors are inside: callers want to know whether there are values."""
     return False
@@ -113,11 +178,15 @@ TENSORS: dict[Any, Callable[..., Any]] = {
         )
     },
     getattr(torch.Tensor.is_meta, "__get__"): _is_meta,  # noqa: B009
+    torch.Tensor.__setitem__: _set_item,
     torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.detach_: _detach_in_place,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.type_as: _type_as,
+    torch.detach: _detach,
+    torch.detach_: _detach_in_place,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
 }
