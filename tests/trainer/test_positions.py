@@ -207,3 +207,42 @@ def test_a_state_that_is_changed_afterwards(tmp_path):
     found = trained(tmp_path / "killed", OneState())
     assert_bits_equal(found.params, expected.params)
     assert_bits_equal(found.history.loss, expected.history.loss)
+
+
+def test_a_state_that_is_refused(tmp_path, caplog):
+    """As a Grain DataLoader does, which compares what Python shows of its data source."""
+
+    class Source:
+        pass
+
+    class Compared(OneState):
+        def __init__(self):
+            super().__init__()
+            self.source = Source()
+
+        def get_state(self):
+            return {**self.state, "source": repr(self.source)}
+
+        def set_state(self, state):
+            if state["source"] != repr(self.source):
+                raise ValueError("another source.")
+            self.state = state
+
+    def fit(*callbacks):
+        trainer = tr.Trainer(
+            lambda w, x: ((x @ w - 1) ** 2).mean(),
+            optax.sgd(0.01),
+            np.zeros(3, np.float32),
+            steps_per_execution=2,
+        )
+        kept = tr.Checkpoint(tmp_path, every=4)
+        trainer.fit(data, steps=16, checkpoint=kept, callbacks=callbacks, progress=False)
+
+    data = Compared()
+    with pytest.raises(Killed):
+        fit(Kill(5))
+    assert "has an address in memory: <" in caplog.text
+    data, before = Compared(), data  # alive, or the next one could have its address
+    with pytest.raises(DataError, match=r"refuses the state .*: ValueError: another source\. Give"):
+        fit()
+    assert before is not data

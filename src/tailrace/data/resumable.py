@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from tailrace.data.trees import Tree
 from tailrace.errors import DataError
+from tailrace.messages import note_once
 
 Element = TypeVar("Element")
+
+_ADDRESS = re.compile(rb"<[\w.<> ]+ object at 0x[0-9a-f]+>")
+"""What Python shows of an object whose class has no `__repr__`."""
 
 
 class ResumableMap(Iterator[Element], Generic[Element]):
@@ -84,6 +89,12 @@ def own_copy(state: Any) -> Any:
 
 def encode_state(state: Tree) -> dict[str, Any]:
     """A state as a value for JSON."""
+    if found := _ADDRESS.search(state if isinstance(state, bytes) else repr(state).encode()):
+        note_once(
+            f"The state of a dataset's iterator has an address in memory: {found[0].decode()}. It is "
+            f"another one in the next process, and a Grain DataLoader then refuses to resume. Give the "
+            f"class of the data source a __repr__ that is always the same."
+        )
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}
     try:

@@ -210,7 +210,15 @@ class Reader:
         if "source" in state and can_go_back(self._source):
             self.spec()
             self._waiting.clear()
-            self._source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
+            try:
+                self._source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
+            except TailraceError:
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"The dataset ({self.name}) refuses the state that its iterator had: "
+                    f"{type(error).__name__}: {error} Give the fit the dataset that it was begun with."
+                ) from error
             self.delivered = self._produced = done = int(state["source_at"])
             self._ended = False
         self._skip(position - done)
