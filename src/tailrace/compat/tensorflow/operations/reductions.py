@@ -201,7 +201,8 @@ class TopK(NamedTuple):
 @operation("math.top_k", "nn.top_k")
 def top_k(input: TensorLike, k: int = 1, sorted: bool = True) -> Any:
     """The k largest elements of each row, and where they are."""
-    return TopK(*ops.top_k(tensor(input), k, sorted))
+    found: Any = ops.top_k(tensor(input), k, sorted)
+    return TopK(*found)
 
 
 @operation("math.in_top_k", "nn.in_top_k")

@@ -167,7 +167,8 @@ def bitcast(input: TensorLike, type: DTypeLike) -> Any:
 def shape(input: TensorLike, out_type: DTypeLike = "int32") -> Any:
     """The shape, as an array; its lengths stay known in a program."""
     input = tensor(input)
-    return lengths_of(input, tuple(ops.shape(input)), out_type)
+    found: Any = ops.shape(input)
+    return lengths_of(input, tuple(found), out_type)
 
 
 @operation("size")
