@@ -272,3 +272,16 @@ def test_colours_of_heat_maps_can_be_shared(run):
 def test_ticks_of_a_heat_map_are_round(run):
     labels = [t.get_text() for t in run.heatmap("grad/*", "max").figure().axes[0].get_xticklabels()]
     assert labels == ["0", "5", "10", "15"]
+
+
+def test_ticks_are_where_their_steps_are():
+    """Of a periodic tap: several round numbers were drawn onto one column, of another step."""
+    steps = np.arange(19, 80, 20)
+    picture = Heatmap(("grad/w",), steps, np.ones((1, 4)), "norm", 79)
+    axes = picture.figure().axes[0]
+    found = {
+        int(t.get_text()): x for t, x in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
+    }
+    assert list(found) == [20, 30, 40, 50, 60, 70]
+    for step, place in found.items():
+        assert place == pytest.approx((step - 19) / 20)
