@@ -150,6 +150,11 @@ def test_the_limit_of_all_arrays(saved, monkeypatch):
             orbax_files.read(saved)
     monkeypatch.setenv("TAILRACE_CHECKPOINT_BYTES", "1KiB")
     assert orbax_files.read(saved)[0]["a"].shape == (12,)
+    # Without a limit of the user's it is the memory of the machine.
+    monkeypatch.delenv("TAILRACE_CHECKPOINT_BYTES")
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4}.__getitem__)
+    with pytest.raises(tr.TailraceError, match="take 48 bytes.*limit of 40"):
+        orbax_files.read(saved)
 
 
 def test_chunks_are_not_larger_than_their_array(saved):

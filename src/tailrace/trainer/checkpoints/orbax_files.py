@@ -38,8 +38,8 @@ UNFINISHED = ".unfinished"
 LIMIT = "TAILRACE_CHECKPOINT_BYTES"
 """The environment variable that raises the limit on what is read."""
 
-MOST_BYTES = 1 << 40
-"""The limit of the declared size of a checkpoint's arrays, checked before any is read."""
+UNKNOWN_MEMORY = 1 << 40
+"""The limit of the declared size of a checkpoint's arrays where the size of the memory is unknown."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -262,12 +262,21 @@ def sentence(
 
 def _check_size(path: Path, forms: Mapping[str, Form]) -> None:
     claimed = sum(form.size * _dtype(form.dtype).itemsize for form in forms.values())
-    most = byte_limit(LIMIT, os.environ.get(LIMIT), MOST_BYTES, "the arrays of a checkpoint")
+    most = byte_limit(LIMIT, os.environ.get(LIMIT), _memory(), "the arrays of a checkpoint")
     if claimed > most:
         raise CheckpointError(
             f"The checkpoint {str(path)!r} says that its arrays take {claimed:,} bytes, which is more "
             f"than the limit of {most:,}. If that is right, set {LIMIT}={claimed}."
         )
+
+
+def _memory() -> int:
+    """The bytes of memory of this machine."""
+    # All arrays are read into it: a few compressed bytes may claim more than there is.
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return UNKNOWN_MEMORY
 
 
 def _dtype(name: str) -> np.dtype:
