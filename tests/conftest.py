@@ -4,6 +4,7 @@ JAX starts once. So the devices are chosen here, before any test module is impor
 pytest-xdist are processes of their own and import this file too.
 """
 
+import sys
 import threading
 
 import machine
@@ -69,6 +70,13 @@ def same_devices():
 @pytest.fixture(autouse=True)
 def _notes_are_said_anew():
     forget_notes()
+
+
+@pytest.fixture(autouse=True)
+def _torch_draws_the_same_numbers():
+    """Whatever tests ran before this one; a library that is not loaded yet is not loaded for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@ class Telling(tr.Callback):
         self.seconds = seconds
 
     def on_execution_end(self, trainer, execution):
-        print(f"step {trainer.step}", flush=True)
+        # One write: the reader's thread prints, too.
+        print(f"step {trainer.step}\n", end="", flush=True)
         time.sleep(self.seconds)
 
 
@@ -38,7 +39,7 @@ def blocking(data, after):
     """A dataset that stops to deliver."""
     for number, element in enumerate(data):
         if number == after:
-            print("blocked", flush=True)
+            print("blocked\n", end="", flush=True)
             time.sleep(600)
         yield element
 
