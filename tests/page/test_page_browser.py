@@ -155,6 +155,14 @@ def test_the_catalogue_is_searched_and_a_tensor_is_shown(made, served, look):
     ).to_be_visible()
 
 
+def test_whoever_types_fast_loses_no_letter(made, served, look):
+    page = look(served(made.directory).address, "tensors")
+    expect(page.locator(".list button")).to_have_count(len(NAMES))
+    slash = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true}))"
+    # In one turn of the event loop: the next key may already be waiting.
+    assert page.evaluate(f"() => {{ {slash}; return document.activeElement.type; }}") == "search"
+
+
 def test_a_vanishing_gradient_shows_at_a_glance(tmp_path, served, look):
     names = [f"grad/layer{n}/w" for n in range(10)]
     run = MadeRun(tmp_path / "deep", names)

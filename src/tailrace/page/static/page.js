@@ -185,7 +185,9 @@ class Page {
   }
 
   search() {
-    if (!this.view.search) this.show("tensors");
+    // At once, if this view has a box: what is typed next belongs into it.
+    if (this.view.search) return this.view.search();
+    this.show("tensors");
     setTimeout(() => this.view.search?.(), 0);
   }
 }

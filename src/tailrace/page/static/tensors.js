@@ -45,6 +45,8 @@ export function open(main, page, wanted) {
     try {
       const query = { runs: String(run), search: search.value, recorded: only.checked ? "1" : "" };
       const { total, tensors } = await ask("catalogue", query);
+      // An answer may come after that to a later question, which has more letters.
+      if (query.search !== search.value || query.recorded !== (only.checked ? "1" : "")) return;
       count.textContent = total > tensors.length ? `${whole(tensors.length)} of ${whole(total)} tensors` : `${whole(total)} tensors`;
       list.replaceChildren(...tensors.map(row));
       trouble.replaceChildren();
