@@ -178,8 +178,15 @@ class CSVLogger(Callback):
         partial.replace(self._path)
 
 
+# Seconds. tensorboardX writes on a thread of its own, and its flush() does not wait for what is still
+# in the queue of that thread: only this period brings every value to the file while training runs.
+_FLUSH_PERIOD = 1.0
+
+
 class TensorBoard(Callback):
     """Writes event files for TensorBoard while training runs.
+
+    A value is in the file about a second after its execution, and all of them when the fit ends.
 
     Args:
         directory: the log directory. Needs the extra `tensorboard`.
@@ -216,22 +223,19 @@ class TensorBoard(Callback):
             ) from error
         # What a killed process wrote beyond the checkpoint comes again, and is to be shown once.
         with _writing("TensorBoard", self._directory):
-            self._writer = SummaryWriter(str(self._directory), purge_step=trainer.step or None)
+            self._writer = SummaryWriter(
+                str(self._directory), purge_step=trainer.step or None, flush_secs=_FLUSH_PERIOD
+            )
 
     def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
         """Loss and metrics of a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
-        """Flush, so that TensorBoard can show the values."""
-        self._writer.flush()
-
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Values of a validation."""
         for name, value in logs.items():
             self._writer.add_scalar(name, value, max(0, trainer.step - 1))
-        self._writer.flush()
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """Close the file."""
