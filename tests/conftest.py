@@ -4,6 +4,7 @@ JAX starts once. So the devices are chosen here, before any test module is impor
 pytest-xdist are processes of their own and import this file too.
 """
 
+import random
 import sys
 import threading
 
@@ -12,7 +13,9 @@ import machine
 machine.prepare()
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
@@ -21,10 +24,17 @@ from tailrace.devices import devices  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
 from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
+from waits import wait_until  # noqa: E402
 
 tr.configure(devices=machine.DEVICES if machine.PLATFORM == "cpu" else None)
 # Mixing dtypes by accident is an error in our own code; a test that mixes on purpose says so.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples in every run, and no clock. To search for new ones: --hypothesis-profile=search.
+_untimed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("suite", derandomize=True, **_untimed)
+settings.register_profile("search", print_blob=True, **_untimed)
+settings.load_profile("suite")
 
 
 def pytest_pycollect_makemodule(module_path, parent):
@@ -41,8 +51,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(only)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item):  # of fixtures
+    _draw_the_same_numbers()
     try:
         return (yield)
     except Exception as error:
@@ -59,6 +70,19 @@ def pytest_runtest_call(item):
         raise
 
 
+def _draw_the_same_numbers():
+    """Whatever tests ran before this one: Keras takes the seeds of its layers from Python's generator.
+
+    Before fixtures. A library that is not loaded yet is not loaded for it.
+    """
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if kept := sys.modules.get("keras.src.backend.common.global_state"):
+        kept.set_global_attribute("global_seed_generator", None)
+
+
 @pytest.fixture
 def same_devices():
     """Whatever a test chooses, the next one gets the devices of the configuration."""
@@ -70,13 +94,6 @@ def same_devices():
 @pytest.fixture(autouse=True)
 def _notes_are_said_anew():
     forget_notes()
-
-
-@pytest.fixture(autouse=True)
-def _torch_draws_the_same_numbers():
-    """Whatever tests ran before this one; a library that is not loaded yet is not loaded for it."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +114,7 @@ def _no_thread_outlives_its_test(monkeypatch):
     yield
     for queue in opened:
         queue.close()
-    left = infeed_threads() - before
-    assert not left, f"threads outlive their closed queues: {left}"
+    wait_until(lambda: infeed_threads() <= before, "threads outlive their closed queues")
 
 
 @pytest.fixture

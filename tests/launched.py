@@ -15,7 +15,7 @@ import tailrace as tr
 HERE = Path(__file__).parent
 
 
-def together(script, processes, devices, timeout=120, **options):
+def together(script, processes, devices, timeout=600, **options):
     """Run a script under `tailrace launch`; (exit code, what each process said, all output)."""
     source = Path(tr.__file__).parents[1]
     path = os.pathsep.join([str(source), str(HERE)])

@@ -168,7 +168,7 @@ def test_as_a_process():
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 2

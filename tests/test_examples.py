@@ -50,7 +50,7 @@ def run(name: str, *arguments: str) -> str:
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=environment,
         check=False,
     )

@@ -517,7 +517,7 @@ def loaded_by(code):
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     return set(done.stdout.split())

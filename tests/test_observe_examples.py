@@ -25,7 +25,7 @@ def run(name, *arguments, cwd):
         check=False,
         cwd=cwd,
         env=environment | {"JAX_PLATFORMS": "cpu"},
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

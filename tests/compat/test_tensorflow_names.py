@@ -175,7 +175,7 @@ def test_popdist_of_one_process(monkeypatch):
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 CONFIGURED = """

@@ -11,7 +11,7 @@ import optax
 
 import tailrace as tr
 
-tr.distributed.initialize(timeout_s=30)
+tr.distributed.initialize(timeout_s=300)
 
 from oracles import mlp, mlp_apply, regression  # noqa: E402
 from tailrace.program.memory import optimizer_state  # noqa: E402

@@ -22,7 +22,7 @@ def python(code, **environment):
         env={**clean, "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     errors = [line for line in done.stderr.splitlines() if line.strip()]
     return done.returncode, done.stdout.split(), errors[-1] if errors else ""

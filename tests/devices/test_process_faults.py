@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 import tailrace as tr
-from tailrace.devices.processes import rollcall
+from tailrace.devices.processes import heartbeat, rollcall
 from tailrace.devices.processes.heartbeat import Heartbeat
 from tailrace.devices.processes.launch import free_port
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DistributedError
+from waits import LIMIT_S, Clock, wait_until
 
 SCRIPT = Path(__file__).parent / "stop_together.py"
 
@@ -43,21 +44,24 @@ STRANGERS = [
 
 
 def connect(port):
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + LIMIT_S
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
         except OSError:
             assert time.monotonic() < give_up
             time.sleep(0.02)
 
 
-def test_strangers_do_not_disturb_the_roll_call():
+def test_strangers_do_not_disturb_the_roll_call(monkeypatch):
+    monkeypatch.setattr(
+        rollcall, "_SILENT_S", 1e6
+    )  # who waited for a silent one would wait for ever
     port, said = free_port(), {}
 
     def one(number):
         try:
-            call_roll(f"127.0.0.1:{port}", 2, number, 20.0, "secret")
+            call_roll(f"127.0.0.1:{port}", 2, number, LIMIT_S, "secret")
             said[number] = None
         except DistributedError as error:
             said[number] = str(error)
@@ -70,13 +74,11 @@ def test_strangers_do_not_disturb_the_roll_call():
             with contextlib.suppress(OSError):
                 connection.sendall(message)
         assert first.is_alive()
-        began = time.monotonic()
         second = threading.Thread(target=one, args=(1,))
         second.start()
-        first.join(10)
-        second.join(10)
+        first.join(2 * LIMIT_S)
+        second.join(2 * LIMIT_S)
     assert said == {0: None, 1: None}
-    assert time.monotonic() - began < 4  # no silent connection was waited for
 
 
 def test_a_process_without_the_token_is_not_one_of_them():
@@ -92,26 +94,32 @@ def test_a_process_without_the_token_is_not_one_of_them():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LIMIT_S)
     assert "process 1 did not arrive" in said[0]
     assert "is TAILRACE_TOKEN the same everywhere?" in said[1]
 
 
-def test_a_process_that_reported_and_left_may_come_again():
-    port = free_port()
-    first = threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, 0, 20.0))
+def test_a_process_that_reported_and_left_may_come_again(monkeypatch):
+    port, seen_leaving, drop = free_port(), threading.Event(), rollcall._Roll._drop
+
+    def dropped(self, connection):
+        drop(self, connection)
+        seen_leaving.set()
+
+    monkeypatch.setattr(rollcall._Roll, "_drop", dropped)
+    first = threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, 0, LIMIT_S))
     first.start()
     with connect(port) as connection:
         connection.sendall(b'{"process": 1, "count": 3}\n')
-    time.sleep(0.2)
+    assert seen_leaving.wait(LIMIT_S)
     others = [
-        threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, number, 20.0))
+        threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, number, LIMIT_S))
         for number in (1, 2)
     ]
     for thread in others:
         thread.start()
     for thread in (first, *others):
-        thread.join(10)
+        thread.join(2 * LIMIT_S)
         assert not thread.is_alive()
 
 
@@ -138,16 +146,18 @@ class Board:
         return [(key, value) for key, value in self.written.items() if key.startswith(prefix)]
 
 
-def test_who_is_silent_is_named():
+def test_who_is_silent_is_named(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
     board, left = Board(), set()
     beats = [Heartbeat(board, n, 3, 0.5, left.__contains__) for n in range(3)]
-    now = time.monotonic
+    now = clock.monotonic
     for round_ in range(2):
         for one in beats:
             one.beat(round_)
     assert all(one.silent(now()) is None for one in beats)
     beats[1].beat(2)  # it has heard of the last signs of the others
-    time.sleep(0.6)  # longer than the limit
+    clock.now += 0.6  # longer than the limit
     for one in beats[:2]:
         one.beat(3)  # of the others, process 2 has nothing new
     assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
@@ -195,11 +205,8 @@ def is_alive(pid):
         return False
 
 
-def wait_until_gone(pids, seconds):
-    give_up = time.monotonic() + seconds
-    while any(map(is_alive, pids)) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    return not any(map(is_alive, pids))
+def wait_until_gone(pids):
+    wait_until(lambda: not any(map(is_alive, pids)), "processes are left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -212,8 +219,8 @@ def test_the_end_of_the_launcher_ends_the_others(number):
         assert found[0][1]
         assert all(address.endswith("0100007F") for address in found[0][1])
         process.send_signal(number)
-        assert wait_until_gone(pids, 10)
-        assert process.wait(10) == (128 + number if number == signal.SIGTERM else -number)
+        wait_until_gone(pids)
+        assert process.wait(LIMIT_S) == (128 + number if number == signal.SIGTERM else -number)
     finally:
         process.kill()
         process.stdout.close()
@@ -222,16 +229,15 @@ def test_the_end_of_the_launcher_ends_the_others(number):
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
-    process = launched(stopped, heartbeat_s=3)
+    # A busy machine may leave any of them without a core for some seconds.
+    process = launched(stopped, heartbeat_s=8)
     try:
         found = ready(process)
-        began = time.monotonic()
         said = process.stdout.read()
-        assert process.wait(10) == 1
+        assert process.wait(LIMIT_S) == 1
     finally:
         process.kill()
         process.stdout.close()
-    assert time.monotonic() - began < 15
-    named = "process 1 has been silent for 3" if stopped else "process 0 of 2, the coordinator, has"
+    named = "process 1 has been silent for 8" if stopped else "process 0 of 2, the coordinator, has"
     assert named in said
-    assert wait_until_gone([pid for pid, _ in found.values()], 5)
+    wait_until_gone([pid for pid, _ in found.values()])

@@ -119,7 +119,7 @@ def test_differences_are_found_before_the_first_collective(data, expected):
 
 
 def test_a_process_that_dies_is_named_and_ends_the_others():
-    code, said, text = together(2, 1, replicas=2, data="dies", timeout=60)
+    code, said, text = together(2, 1, replicas=2, data="dies")
     assert code == 7
     assert not said
     assert "process 1 of 2 ended with code 7. The others (0) were ended." in text
@@ -127,7 +127,7 @@ def test_a_process_that_dies_is_named_and_ends_the_others():
 
 
 def test_a_process_that_leaves_early_is_named():
-    code, said, text = together(2, 1, replicas=2, data="leaves", timeout=60)
+    code, said, text = together(2, 1, replicas=2, data="leaves")
     assert code != 0
     assert not said
     assert "Process 1 has ended, and the others still have something to run with it" in text

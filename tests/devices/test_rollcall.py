@@ -7,15 +7,16 @@ import pytest
 
 import tailrace as tr
 from tailrace.data.adapters import as_dataset
-from tailrace.devices.processes import distributed
+from tailrace.devices.processes import distributed, rollcall
 from tailrace.devices.processes.introduction import in_a_cluster
 from tailrace.devices.processes.launch import free_port
 from tailrace.devices.processes.meeting import ROUNDS
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DistributedError
+from waits import LIMIT_S, Clock
 
 
-def arrive(numbers, count, timeout_s=10.0, counts=None):
+def arrive(numbers, count, timeout_s=LIMIT_S, counts=None, meanwhile=None):
     """Call the roll from threads; the error of each, or None."""
     address = f"127.0.0.1:{free_port()}"
     found = {}
@@ -30,8 +31,10 @@ def arrive(numbers, count, timeout_s=10.0, counts=None):
     threads = [threading.Thread(target=one, args=pair) for pair in enumerate(numbers)]
     for thread in threads:
         thread.start()
+    if meanwhile is not None:
+        meanwhile()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * LIMIT_S)
     return [found[place] for place in range(len(numbers))]
 
 
@@ -39,8 +42,18 @@ def test_all_arrive():
     assert arrive([2, 0, 1], 3) == [None, None, None]
 
 
-def test_missing_ones_are_named_to_all():
-    said = arrive([0, 2], 4, timeout_s=0.5)
+def test_missing_ones_are_named_to_all(monkeypatch):
+    clock, reported, contradiction = Clock(), threading.Event(), rollcall._contradiction
+    monkeypatch.setattr(rollcall, "time", clock)
+    monkeypatch.setattr(
+        rollcall, "_contradiction", lambda *about: reported.set() or contradiction(*about)
+    )
+
+    def time_is_up():
+        assert reported.wait(LIMIT_S)  # process 2
+        clock.now += 1
+
+    said = arrive([0, 2], 4, timeout_s=0.5, meanwhile=time_is_up)
     assert len(set(said)) == 1
     assert "All 4 processes start together, but processes 1, 3 did not arrive within 0.5" in said[0]
 

@@ -13,7 +13,7 @@ import optax
 
 import tailrace as tr
 
-tr.distributed.initialize(timeout_s=20)
+tr.distributed.initialize(timeout_s=300)
 
 from oracles import mlp, mlp_apply, mlp_loss, regression  # noqa: E402
 from tailrace.program.memory import optimizer_state  # noqa: E402

@@ -18,6 +18,8 @@ from tailrace.feeds import dispatch_table
 from tailrace.feeds.benchmark.measure import dataset_benchmark, infeed_benchmark
 from tailrace.feeds.benchmark.table import benchmark_table
 from tailrace.spans.recorder import Recorder
+from threads import infeed_threads
+from waits import LIMIT_S, Clock, wait_until
 
 KEYS = [
     "elements_processed",
@@ -30,8 +32,9 @@ KEYS = [
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    before = infeed_threads()
     yield
-    assert not [t for t in threading.enumerate() if t.name == "tailrace-infeed"]
+    wait_until(lambda: infeed_threads() <= before, "a thread is left")
 
 
 def endless(element):
@@ -130,7 +133,7 @@ def test_bytes_count_every_leaf(do_memcpy):
 def test_a_slow_dataset_is_measured_as_slow():
     def slow():
         while True:
-            time.sleep(0.005)
+            time.sleep(0.005)  # at least: a busy machine only makes it slower
             yield np.zeros(1)
 
     (epoch,) = json.loads(dataset_benchmark(slow, 1, 20))["epochs"]
@@ -259,12 +262,14 @@ def test_a_refused_leaf_reaches_the_caller():
         dataset_benchmark([{"t": "a"}], 1, 1)
 
 
-def test_a_dataset_that_hangs_is_left_and_its_thread_ends_with_it():
-    released = threading.Event()
+def test_a_dataset_that_hangs_is_left_and_its_thread_ends_with_it(monkeypatch):
+    released, clock, others = threading.Event(), Clock(), infeed_threads()
+    monkeypatch.setattr("tailrace.feeds.reader.time", clock)
 
     def stuck():
         yield np.zeros(1)
-        released.wait(10)
+        clock.now += 1  # the first element took no time at all
+        released.wait(LIMIT_S)
         yield np.zeros(1)
 
     text = (
@@ -272,10 +277,10 @@ def test_a_dataset_that_hangs_is_left_and_its_thread_ends_with_it():
     )
     with pytest.raises(DataTimeout, match=text):
         dataset_benchmark(stuck(), 1, 2, timeout_s=0.1)
-    (thread,) = [t for t in threading.enumerate() if t.name == "tailrace-infeed"]
+    (thread,) = infeed_threads() - others
     assert thread.daemon  # or a dataset that hangs for good would keep the process alive
     released.set()
-    thread.join(5)
+    thread.join(LIMIT_S)
 
 
 def test_at_most_one_block_is_read_ahead(monkeypatch):

@@ -4,7 +4,6 @@ import _thread
 import itertools
 import logging
 import threading
-import time
 
 import jax
 import numpy as np
@@ -12,30 +11,40 @@ import optax
 import pytest
 
 import tailrace as tr
-from tailrace.feeds import staging, waiting
+from tailrace.feeds import reader, waiting
 from tailrace.feeds.waiting import Patience
 from threads import infeed_threads
+from waits import LIMIT_S, Clock, wait_until
 
 
 class Blocking:
-    """Elements 0, 1, 2, ...; the one numbered `at` comes when it is let go."""
+    """Elements 0, 1, 2, ...; the one numbered `at` takes an hour, and comes when it is let go."""
 
-    def __init__(self, at=3, count=20):
-        self.at, self.count = at, count
+    def __init__(self, clock, at=3, count=20):
+        self.clock, self.at, self.count = clock, at, count
         self.gate = threading.Event()
         self.reached = threading.Event()
 
     def __iter__(self):
         for number in range(self.count):
             if number == self.at:
+                self.clock.now += 3600
                 self.reached.set()
-                assert self.gate.wait(30)
+                assert self.gate.wait(LIMIT_S), "somebody waits for the dataset"
             yield np.full(2, number, np.float32)
 
 
 @pytest.fixture
-def blocking():
-    made = Blocking()
+def clock(monkeypatch):
+    """By which readers measure how long an element takes: no other element takes any time."""
+    made = Clock()
+    monkeypatch.setattr(reader, "time", made)
+    return made
+
+
+@pytest.fixture
+def blocking(clock):
+    made = Blocking(clock)
     yield made
     made.gate.set()  # or its thread would stay
 
@@ -61,8 +70,8 @@ def test_a_limit_names_the_source_and_the_element(blocking):
 
 
 @pytest.mark.parametrize("call", ["spec", "remaining", "need", "pad"])
-def test_every_way_to_read_has_the_limit(call):
-    data = Blocking(at=0)
+def test_every_way_to_read_has_the_limit(call, clock):
+    data = Blocking(clock, at=0)
     with tr.InfeedQueue(data, timeout_s=0.2) as queue:
         calls = {
             "spec": queue.spec,
@@ -77,56 +86,62 @@ def test_every_way_to_read_has_the_limit(call):
         assert numbers(queue.take(2, DEVICE)) == [0, 1]
 
 
-def test_late_data_is_noted(blocking, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "NOTE_S", 0.1)
-    monkeypatch.setattr(waiting, "LOOK_S", 0.05)
-    timer = threading.Timer(0.5, blocking.gate.set)
-    timer.start()
+def test_late_data_is_noted(blocking, clock, monkeypatch, caplog):
+    looks = []
+
+    def ten_seconds_later(*args, **kwargs):
+        if blocking.reached.is_set() and len(looks) < 13:
+            looks.append(None)
+            clock.now = since + 10 * len(looks)
+        else:
+            blocking.gate.set()
+        return wait(*args, **kwargs)
+
+    wait = waiting.wait
     with tr.InfeedQueue(blocking) as queue, caplog.at_level(logging.WARNING, "tailrace"):
         queue.take(2, DEVICE)
+        assert blocking.reached.wait(LIMIT_S)
+        since = clock.now - 3600
+        monkeypatch.setattr(waiting, "wait", ten_seconds_later)
+        monkeypatch.setattr(waiting, "LOOK_S", 0.01)
         assert numbers(queue.take(2, DEVICE)) == [2, 3]
-    timer.join()
-    assert "Still waiting for element 3 of the dataset (Blocking), for 0 s now." in caplog.text
-    assert 1 < caplog.text.count("Still waiting") < 5  # after 0.1, 0.2, 0.4 s
+    assert "Still waiting for element 3 of the dataset (Blocking), for 30 s now." in caplog.text
+    assert caplog.text.count("Still waiting") == 3  # after 30, 60, 120 s
 
 
 def test_a_wait_can_be_stopped_from_elsewhere(blocking):
-    stop = threading.Event()
+    looks = []
     with tr.InfeedQueue(blocking) as queue:
-        queue.patience = Patience(stopped=stop.is_set)
         queue.take(2, DEVICE)
-        threading.Timer(0.2, stop.set).start()
+        assert blocking.reached.wait(LIMIT_S)
+        queue.patience = Patience(stopped=lambda: looks.append(None) or len(looks) == 3)
         with pytest.raises(tr.errors.WaitStopped, match="Waiting for element 3 .* was stopped"):
             queue.take(2, DEVICE)
-        stop.clear()
         blocking.gate.set()
         assert numbers(queue.take(2, DEVICE)) == [2, 3]
 
 
-def test_rest_does_not_wait_for_a_dataset_that_blocks(blocking, monkeypatch):
-    monkeypatch.setattr(staging, "LEAVE_S", 0.1)
+def test_rest_does_not_wait_for_a_dataset_that_blocks(blocking):
     queue = tr.InfeedQueue(blocking)
     queue.take(2, DEVICE)  # 2 and 3 are being read now
-    assert blocking.reached.wait(10)
-    began = time.monotonic()
+    assert blocking.reached.wait(LIMIT_S)
     queue.rest()
-    assert time.monotonic() - began < 2
     blocking.gate.set()
     assert numbers(queue.take(2, DEVICE)) == [2, 3]  # what was being read is taken up
     queue.close()
 
 
-def test_another_dataset_does_not_wait_for_the_one_that_blocks(blocking, monkeypatch):
-    monkeypatch.setattr(staging, "LEAVE_S", 0.1)
+def test_another_dataset_does_not_wait_for_the_one_that_blocks(blocking):
+    others = infeed_threads()
     with tr.InfeedQueue(blocking) as queue:
         queue.take(2, DEVICE)
-        assert blocking.reached.wait(10)
-        (old,) = infeed_threads()
+        assert blocking.reached.wait(LIMIT_S)
+        (old,) = infeed_threads() - others
         queue.restart([np.full(2, 9, np.float32)] * 2)
         assert numbers(queue.take(2, DEVICE)) == [9, 9]
         assert old.is_alive()  # it still waits inside the old one
     blocking.gate.set()
-    old.join(10)
+    old.join(LIMIT_S)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "x", float("nan"), True])
@@ -135,28 +150,25 @@ def test_limits_that_are_none(timeout_s):
         tr.InfeedQueue([1.0], timeout_s=timeout_s)
 
 
-def test_ctrl_c_leaves_a_fit_whose_dataset_blocks(blocking):
+def test_ctrl_c_leaves_a_fit_whose_dataset_blocks(blocking, monkeypatch):
     trainer = tr.Trainer(
         lambda w, x: ((x - w) ** 2).mean(), optax.sgd(0.1), np.float32(0), steps_per_execution=1
     )
+    others, wait, looks = infeed_threads(), waiting.wait, []
 
-    def interrupt():
-        assert blocking.reached.wait(30)
-        time.sleep(0.3)
-        interrupted.append(time.monotonic())
-        _thread.interrupt_main()
+    def interrupted(*args, **kwargs):
+        if blocking.reached.is_set():
+            looks.append(None)
+            if len(looks) == 3:  # the third look at the element that does not come
+                _thread.interrupt_main()
+        return wait(*args, **kwargs)
 
-    interrupted = []
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    monkeypatch.setattr(waiting, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(blocking, steps=20, progress=False)
-    assert time.monotonic() - interrupted[0] < 3
-    thread.join()
+    assert not blocking.gate.is_set()
     blocking.gate.set()
-    give_up = time.monotonic() + 10
-    while infeed_threads() and time.monotonic() < give_up:
-        time.sleep(0.01)
+    wait_until(lambda: infeed_threads() <= others, "its thread did not end")
 
 
 # -- faults of datasets ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import DataExhausted, FeedError, OptionError
 
-WAIT_S = 30  # only ever waited for when something is broken
+WAIT_S = 120  # only ever waited for when something is broken
 
 
 def counting(outfeed, n=5, replicas=1, **options):
@@ -142,12 +142,13 @@ def test_its_text():
 # -- streams ------------------------------------------------------------------------------------
 
 
-def collect(outfeed, **options):
+def collect(outfeed):
     """Read the stream in a thread; returns (thread, list that fills)."""
     seen = []
 
     def read():
-        seen.extend(int(np.ravel(e["i"])[0]) for e in outfeed.stream(**options))
+        stream = outfeed.stream(timeout_s=WAIT_S)
+        seen.extend(int(np.ravel(e["i"])[0]) for e in stream)
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -225,7 +226,7 @@ def test_live_records_arrive_while_the_program_runs():
     seen = []
 
     def read():
-        for element in outfeed.stream():
+        for element in outfeed.stream(timeout_s=WAIT_S):
             seen.append(int(element["i"]))
             arrived.set()
 

@@ -33,6 +33,6 @@ infeed = tr.InfeedQueue(stuck())
 print(tr.compile(lambda x: tr.repeat(1, lambda x, y: x + y, x, infeed=infeed))(1.0))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "2.0"), done.stderr

@@ -57,7 +57,7 @@ def imported(code, **environment):
         capture_output=True,
         text=True,
         env={**clean, "JAX_PLATFORMS": "cpu", **environment},
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -66,7 +66,7 @@ def python(code):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         check=False,
     )

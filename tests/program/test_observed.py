@@ -76,7 +76,7 @@ def test_live_records_arrive_in_order_while_training_runs():
     )
 
     def read():
-        for record in trainer.records.stream():
+        for record in trainer.records.stream(timeout_s=600):
             running.append(thread_runs.is_set())
             seen.extend(zip(record.steps.tolist(), record.values.tolist(), strict=True))
 
@@ -87,7 +87,7 @@ def test_live_records_arrive_in_order_while_training_runs():
     data = regression(4) * 100
     history = trainer.fit(data, steps=400)
     thread_runs.clear()
-    thread.join(timeout=60)
+    thread.join(timeout=600)
     assert [step for step, _ in seen] == list(range(400))
     assert_bits_equal(np.float32([value for _, value in seen]), history.loss)
     assert trainer.executions > 1

@@ -172,7 +172,7 @@ def test_programs_are_kept_between_processes(tmp_path):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = [
         subprocess.run(
-            [sys.executable, "-c", script], env={**kept, **settings}, check=True, timeout=120
+            [sys.executable, "-c", script], env={**kept, **settings}, check=True, timeout=600
         )
         and len(list(tmp_path.iterdir()))
         for _ in range(2)

@@ -68,7 +68,7 @@ class Watched:
 
     def finish_reading(self) -> None:
         """Wait until its last output has been passed on."""
-        self._reader.join(timeout=2.0)
+        self._reader.join(timeout=10.0)  # its children may keep the pipe open
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to its children."""
