@@ -41,9 +41,9 @@ def served():
             target=serve, args=(directories,), kwargs={"announce": announce, "stop": stop}
         )
         thread.start()
-        stack.callback(thread.join, 10)
+        stack.callback(thread.join, 120)
         stack.callback(stop.set)
-        assert ready.wait(30)
+        assert ready.wait(120)
         return Served(addresses[0])
 
     yield start

@@ -15,7 +15,7 @@ class Served:
 
     def get(self, path, host="127.0.0.1", method="GET"):
         """Status, headers and body of a request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request(method, path, headers={"Host": host} if host else {})
         answer = connection.getresponse()
         found = answer.status, dict(answer.getheaders()), answer.read()

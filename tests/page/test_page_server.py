@@ -9,11 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from made_runs import NAMES, MadeRun, falling, healthy_stats
+from served_page import Served
 
 import tailrace as tr
 from tailrace.cli.command_line import main
@@ -24,6 +24,7 @@ from tailrace.page.server.answers import Answers
 from tailrace.page.server.app import QUESTIONS, as_json, static_file
 from tailrace.page.server.serve import find_runs, serve
 from tailrace.page.terminal.show import pictured
+from waits import LIMIT_S
 
 STATIC = ["look.css", "page.css", "page.js", "icon.svg", "uplot/uPlot.iife.min.js"]
 
@@ -212,7 +213,7 @@ def test_a_grid_and_the_records_behind_a_cell(tmp_path, served):
 @contextlib.contextmanager
 def events(page):
     """The events that a page receives, as they arrive."""
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=120)
     connection.request("GET", f"/{page.token}/events")
 
     def events_in(answer):
@@ -394,7 +395,8 @@ def test_without_its_packages_the_page_says_how_to_install_them(made, package, m
     assert capsys.readouterr().err.startswith("tailrace view: The page needs the package ")
 
 
-def test_the_command_prints_its_address_and_ends_by_an_interrupt(made):
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_command_prints_its_address_and_ends_by_an_interrupt(made, asked):
     import signal
 
     with subprocess.Popen(
@@ -405,8 +407,9 @@ def test_the_command_prints_its_address_and_ends_by_an_interrupt(made):
     ) as running:
         line = running.stdout.readline()
         assert re.match(r"Look at http://127\.0\.0\.1:\d+/\?token=\S+ ", line)
-        time.sleep(1.0)
+        if asked:  # it serves; otherwise the interrupt may come before it does
+            assert Served(line.split()[2]).ask("overview")
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=20)
+        _, err = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 0, err
     assert err == ""

@@ -4,7 +4,6 @@ import io
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from tailrace.cli.command_line import main
 from tailrace.page.terminal.chart import chart
 from tailrace.page.terminal.watch import watch
 from tailrace.runs.reader import open_run
+from waits import LIMIT_S, wait_until
 
 
 def test_a_chart_rises_with_its_values():
@@ -83,17 +83,15 @@ def test_watch_follows_a_run_to_its_end(tmp_path):
     directory.mkdir()
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100, height=60)
-    thread = threading.Thread(target=watch, args=(directory, console, 0.02))
+    thread = threading.Thread(target=watch, args=(directory, console, 0.02), daemon=True)
     thread.start()
-    time.sleep(0.2)
+    wait_until(lambda: "holds no run" in shown.getvalue(), "nothing is said of an empty directory")
     run = MadeRun(directory, NAMES)
     run.grow({"loss": falling(30)}, stats=healthy_stats(30))
-    deadline = time.monotonic() + 20
-    while "30" not in shown.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: "growing, or interrupted" in shown.getvalue(), "the run is not shown")
     assert thread.is_alive()
     run.grow({"loss": falling(1234)}, stats=healthy_stats(1234), writing=False)
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     text = shown.getvalue()
     assert text.index("holds no run") < text.index("growing, or interrupted") < text.index("1,264")
@@ -127,15 +125,13 @@ def test_watch_ends_when_the_writer_is_killed(written):
     run, writer = written
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100, height=60)
-    thread = threading.Thread(target=watch, args=(run.directory, console, 0.02))
+    thread = threading.Thread(target=watch, args=(run.directory, console, 0.02), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
-    while "growing" not in shown.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: "growing" in shown.getvalue(), "the run is not shown")
     assert thread.is_alive()
     assert "interrupted" not in shown.getvalue()
     writer.kill()
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     text = " ".join(shown.getvalue().split())
     sentence = "The run was interrupted: the process that wrote it has ended, and its fit has not."
