@@ -15,6 +15,7 @@ from keras_oracle import SPARSE, classifier, digits_like
 import tailrace as tr
 import tailrace.keras as tk
 from tailrace.keras.handles import attached
+from waits import LIMIT_S
 
 L = keras.layers
 
@@ -56,14 +57,14 @@ def test_scopes_of_two_threads_that_overlap():
     def other():
         with tk.Strategy().scope():
             opened.set()
-            closed.wait(10)
+            closed.wait(LIMIT_S)
             return is_adopted(keras.Sequential())
 
     found = []
     thread = threading.Thread(target=lambda: found.append(other()))
     with tk.Strategy().scope():
         thread.start()
-        assert opened.wait(10)
+        assert opened.wait(LIMIT_S)
     assert not is_adopted(keras.Sequential())
     closed.set()
     thread.join()

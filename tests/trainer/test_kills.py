@@ -1,5 +1,6 @@
 """Real processes, killed and interrupted at any moment, and started again."""
 
+import contextlib
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "killed_script.py"
-WAIT_S = 180
+WAIT_S = 600
 
 
 def start(directory, *options):
@@ -60,7 +61,7 @@ def test_killed_at_random_moments(tmp_path, expected):
     ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)]
 )
 def test_a_signal_saves_and_leaves(tmp_path, expected, number, code):
-    process = start(tmp_path / "kept", "--slow", "0.05")
+    process = start(tmp_path / "kept", "--slow", "0.3")  # seconds are left after step 9
     until(process, "step 9")
     process.send_signal(number)
     out, error = process.communicate(timeout=WAIT_S)
@@ -73,14 +74,13 @@ def test_a_signal_saves_and_leaves(tmp_path, expected, number, code):
 
 
 def test_two_signals_leave_at_once(tmp_path):
-    process = start(tmp_path / "kept", "--slow", "30")
+    process = start(tmp_path / "kept", "--slow", "1e9")
     until(process, "step")
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=WAIT_S)
-    assert time.monotonic() - started < 25
+    error = None
+    while error is None:  # a signal that comes before the one before is noticed does not count
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, error = process.communicate(timeout=0.5)
     assert "KeyboardInterrupt" in error
 
 
@@ -91,7 +91,7 @@ def test_a_signal_while_the_dataset_blocks(tmp_path):
     assert seen == {"blocked", "step 9"}
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=WAIT_S)
     assert process.returncode == 143, error[-2000:]
     kept = [path.name for path in (tmp_path / "kept" / "fit-0").iterdir()]
     assert "step-9" in kept or "step-12" in kept
