@@ -14,6 +14,7 @@ from tailrace.compat.ipu import ipu_compiler, ipu_infeed_queue, loops
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, IPUIterator
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from tailrace.compat.ipu.ops import cross_replica_ops, internal_ops
+from waits import LIMIT_S
 
 
 def add(v, x):
@@ -240,26 +241,31 @@ def test_deleting():
 
 
 def test_results_arrive_while_the_program_runs():
-    out, seen, asked = IPUOutfeedQueue(), [], threading.Event()
+    out, seen, arrived = IPUOutfeedQueue(), [], threading.Event()
 
     def watch():
         while sum(len(part) for part in seen) < 600:
             part = out.dequeue()
-            asked.set()
             if len(part):
                 seen.append(part)
+                arrived.set()
             time.sleep(0.001)
+
+    def elements():
+        for number in range(600):
+            if number == 590:  # the end of the program waits for its first results
+                assert arrived.wait(LIMIT_S), "no result came while the program ran"
+            yield np.float32(number)
+
+    def body(v, x):
+        return v + 1, out.enqueue(x)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    assert asked.wait(10)
-
-    def body(v):
-        m = jnp.full((64, 64), v) @ jnp.full((64, 64), v)
-        return v + 1 + 0 * m[0, 0], out.enqueue(v)
-
-    run(lambda v: loops.repeat(600, body, [v]), 0.0)
-    thread.join(10)
+    queue = IPUInfeedQueue(elements)
+    queue.initializer()
+    run(lambda v: loops.repeat(600, body, [v], queue), 0.0)
+    thread.join(LIMIT_S)
     np.testing.assert_array_equal(np.concatenate(seen), np.arange(600, dtype=np.float32))
     assert len(seen) > 1
 

@@ -73,7 +73,7 @@ def test_results_during_execution_in_a_session():
         thread = threading.Thread(target=read)
         thread.start()
         sess.run(run_loop)
-        thread.join(60)
+        thread.join(600)
     assert found == list(range(20))
 
 

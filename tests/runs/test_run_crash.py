@@ -20,6 +20,7 @@ from tailrace.records.records import Records
 from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
+from waits import LIMIT_S
 
 
 def check_whole(run):
@@ -110,9 +111,11 @@ def test_killed_in_the_middle(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == b"written\n"
         run = tr.open_run(directory)
-        deadline, counts = time.monotonic() + 1.0, []
-        while time.monotonic() < deadline:
-            counts.append(check_whole(run.refresh()))  # readable while it is written
+        counts = [check_whole(run.refresh())]  # readable while it is written
+        give_up = time.monotonic() + LIMIT_S
+        while len(set(counts)) < 3:
+            assert time.monotonic() < give_up, "it does not grow"
+            counts.append(check_whole(run.refresh()))
         with pytest.raises(tr.errors.RunError, match=f"is being written .process {process.pid}"):
             _write_into(directory)
     finally:

@@ -17,6 +17,7 @@ import tailrace as tr
 from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
+from waits import LIMIT_S
 
 AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 NOBODY = 65534
@@ -226,14 +227,14 @@ def test_a_full_disk_that_has_room_again(small_disk, monkeypatch, caplog):
             time.sleep(0.01)
         (small_disk / "ballast").unlink()
 
-    thread = threading.Thread(target=make_room)
+    thread = threading.Thread(target=make_room, daemon=True)
     with sink.fitting({"catalogue": []}):
         sink.execution(noise(0))
         sink.flush()
         thread.start()
         sink.execution(noise(1))
         sink.flush()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert "is full. What is not written waits in memory" in caplog.text
     read = tr.open_run(run)
     assert read.history.steps.tolist() == [0, 1]
@@ -302,7 +303,7 @@ def test_the_pause_between_writes_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(write_queue, "PAUSE_S", 0.05)
     sink = RunWriter(tmp_path)
     with sink.fitting({"catalogue": []}):
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + LIMIT_S
         for number in range(10_000):
             sink.execution(execution(number, 1, ONES[:1]))
             time.sleep(0.01)
