@@ -14,6 +14,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
+from tailrace.program.step.update_rule import Optimizer
 from tailrace.records.html_table import html_table
 from tailrace.taps.tap import Tap
 from tailrace.trainer.modules.recognition import bind
@@ -95,7 +96,7 @@ def verify(
     params: Tree,
     batch: Tree,
     *,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     model_state: Tree = None,
     replicas: int = 1,
     seed: int = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,8 +63,8 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def __new__(
         cls,
-        opt: Any = None,
-        num_mini_batches: Any = None,
+        opt: keras.optimizers.Optimizer | None = None,
+        num_mini_batches: int | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -78,7 +79,7 @@ class GradientAccumulationOptimizer(Wrapper):
         opt: keras.optimizers.Optimizer,
         num_mini_batches: int,
         dtype: DTypeLike = None,
-        reduction_method: Any = "sum",
+        reduction_method: enum.Enum | str = "sum",
         name: str | None = None,
     ) -> None:
         if isinstance(num_mini_batches, bool) or num_mini_batches < 1:
@@ -217,7 +218,7 @@ def wrappers_by_scale(optimizer: keras.optimizers.Optimizer) -> tuple[list[Wrapp
     return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
 
 
-def accumulation_of(optimizer: Any) -> Accumulation | None:
+def accumulation_of(optimizer: keras.optimizers.Optimizer | None) -> Accumulation | None:
     """The accumulation of a `GradientAccumulationOptimizer`, which must be the outermost wrapper."""
     for number, wrapper in enumerate(wrappers_of(optimizer)):
         if not isinstance(wrapper, GradientAccumulationOptimizer):

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.pipelines.graph import Flow, flow_of, has_flow
+from tailrace.keras.pipelines.graph import Call, Flow, flow_of, has_flow
 from tailrace.keras.pipelines.stage_scope import CALLS, MADE
 from tailrace.keras.pipelines.staged_forward import Opened, by_call, called_layers, check_order
 
@@ -199,7 +199,7 @@ def noted_stages(model: keras.Model) -> list[Any] | None:
     """The stages in which a Functional model's layers were created or called; None if none."""
     taken: dict[int, int] = {}
 
-    def one(part: Any) -> Any:
+    def one(part: Flow | Call) -> Any:
         if isinstance(part, Flow):
             return [one(inner) for inner in part.tree]
         layer = part.operation
