@@ -88,7 +88,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 f"Received: num_mini_batches={num_mini_batches!r}."
             )
         super().__init__(opt, name)
-        reduction = Reduction.parse(getattr(reduction_method, "value", reduction_method))
+        reduction = Reduction.parse(reduction_method)
         self.accumulation = Accumulation(num_mini_batches, dtype=dtype, reduction=reduction)
 
     def check_alone(self) -> None:
@@ -111,6 +111,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 "A GradientAccumulationOptimizer was saved without the function that chooses dtypes "
                 "of accumulators: a loaded one has those of the variables."
             )
+        # Names, not objects: Keras writes the configuration as JSON.
         return {
             **super().get_config(),
             "num_mini_batches": self.accumulation.microbatches,
@@ -201,6 +202,7 @@ class MapGradientOptimizer(Wrapper):
 def chain_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """An optimizer and those inside it, through wrappers and loss scalers, outermost first."""
     found = [optimizer]
+    # Keras' own scaler is no wrapper of ours, but others may be inside and outside of it.
     while isinstance(optimizer, Wrapper | keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
         found.append(optimizer)

@@ -184,6 +184,7 @@ def check_no_gaps(stages: Any) -> int:
     missing = [stage for stage in range(highest) if stage not in used]
     if missing:
         raise ProgramError(
+            # In the words of the original, spelling included: programs match them.
             f"All stages in a pipeline must have at lease one layer assigned to them. The highest "
             f"stage with an assignment is stage {highest}, however the preceeding stages {missing} "
             f"had no assignments."

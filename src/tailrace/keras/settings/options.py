@@ -271,6 +271,7 @@ class Settings:
             ),
             "dtype": (options.gradient_accumulation_dtype, (None,)),
         }
+        # A value that the pipeline has too, or the default, is not worth a word.
         given = [f"{n}={v!r}" for n, (v, same) in unused.items() if v not in same]
         if given:
             note_once(
@@ -295,6 +296,7 @@ class Settings:
     @contextlib.contextmanager
     def differentiating(self, layout: Any) -> Iterator[Seen]:
         """A context in which an evaluation step is traced as a training step."""
+        # Put back, not cleared: contexts may be nested.
         before = self.seen, self.layout
         self.seen, self.layout = Seen(), layout
         try:
