@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import enum
 import importlib
 import inspect
 import os
@@ -632,6 +633,24 @@ def test_every_error_is_a_tailrace_error():
         if inspect.isclass(value) and value.__module__ == "tailrace.errors":
             assert issubclass(value, tr.TailraceError), name
             assert name in tr.errors.__doc__, f"{name} is not in the tree at the top"
+
+
+def test_every_public_enum_says_what_may_be_chosen():
+    enums = [kind for name in public_names() if is_enum(kind := getattr(tr, name))]
+    assert len(enums) >= 3
+    for kind in enums:
+        first = next(iter(kind))
+        assert kind(f" {first.upper()}") is first
+        for bad in ("foo", None, 3, ["a"]):
+            with pytest.raises(tr.TailraceError) as caught:
+                kind(bad)
+            assert isinstance(caught.value, ValueError)
+            assert all(repr(str(member)) in str(caught.value) for member in kind)
+            assert str(caught.value).endswith(f"Received: {bad!r}.")
+
+
+def is_enum(value):
+    return inspect.isclass(value) and issubclass(value, enum.Enum)
 
 
 def test_public_signatures_are_annotated():

@@ -5,6 +5,7 @@ silences them. Errors are never notes.
 """
 
 import logging
+from collections.abc import Sequence
 
 logger = logging.getLogger("tailrace")
 
@@ -33,13 +34,23 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """A count and its noun.
 
-    >>> counted(1, "step"), counted(4, "step")
-    ('1 step', '4 steps')
+    >>> counted(1, "step"), counted(4, "step"), counted(2, "pass", "passes")
+    ('1 step', '4 steps', '2 passes')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
+
+
+def listed(texts: Sequence[str], most: int = 3) -> str:
+    """The first few of some texts, and how many more there are.
+
+    >>> listed(["w", "b"]), listed(["w", "b", "c", "d"], 2)
+    ('w, b', 'w, b and 2 more')
+    """
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def there_are(count: int) -> str:

@@ -115,7 +115,7 @@ def test_before_anything_ran():
 
 @pytest.mark.parametrize("mode", ["first", 3, None])
 def test_a_bad_mode(mode):
-    with pytest.raises(OptionError, match=f"is 'all' or 'last'. Received: mode={mode!r}"):
+    with pytest.raises(OptionError, match=f"is one of 'all', 'last'. Received: {mode!r}"):
         tr.OutfeedQueue(mode)
 
 

@@ -197,5 +197,5 @@ def test_schedules_accept_strings_and_teach():
         plan(2, 4, "groupd")
     with pytest.raises(PlanError, match="Did you mean 'interleaved'"):
         PipelineSchedule("interleave")
-    with pytest.raises(PlanError, match="received None"):
+    with pytest.raises(PlanError, match="Received: None"):
         PipelineSchedule(None)

@@ -201,6 +201,15 @@ def test_no_set_that_separates_is_lighter(data):
         if not passes(edges, sources, targets, chosen)
     )
     assert sum(weights[n] for n in found) == lightest
+    # Beyond 32 bits, in which the flow is computed.
+    assert minimum_cut({n: w << 40 for n, w in weights.items()}, edges, sources, targets) == found
+
+
+def test_equal_edges_and_an_empty_graph():
+    weights, edges = {"a": 2**29, "b": 2**28}, [("a", "b")] * 3
+    assert minimum_cut(weights, edges, ["a"], ["b"]) == {"b"}
+    assert minimum_cut(weights, edges, ["a"], []) == set()
+    assert minimum_cut({}, [], [], []) == set()
 
 
 def test_of_equal_cuts_the_one_nearest_to_what_is_wanted():

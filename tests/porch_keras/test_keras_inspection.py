@@ -1,5 +1,7 @@
 """Outfeeds in layers and optimizers, the printed table, and optimizers around optimizers."""
 
+import enum
+
 import keras
 import numpy as np
 import pytest
@@ -176,8 +178,15 @@ def test_one_outfeed_layer(capsys, tmp_path):
 def test_what_an_outfeed_optimizer_needs():
     with pytest.raises(ValueError, match="The model must be specified if a Keras optimizer"):
         tk.OutfeedOptimizer(keras.optimizers.SGD(), tk.MaybeOutfeedQueue())
-    with pytest.raises(ValueError, match="'after_compute' or 'before_apply'"):
+    with pytest.raises(ValueError, match="one of 'after_compute', 'before_apply'"):
         tk.OutfeedOptimizer("sgd", tk.MaybeOutfeedQueue(), "later", model=object())
+
+
+def test_the_mode_of_a_queue_may_be_a_member_of_another_enum():
+    # As `IPUOutfeedMode`: the values differ from those of `tr.OutfeedMode`.
+    mode = enum.Enum("Mode", {"ALL": "all", "LAST": "get_last"})
+    assert tk.MaybeOutfeedQueue(mode.LAST).queue.mode is tr.OutfeedMode.LAST
+    assert tk.MaybeOutfeedQueue("ALL").queue.mode is tr.OutfeedMode.ALL
 
 
 # -- optimizers around optimizers ---------------------------------------------------------------

@@ -198,8 +198,61 @@ def test_a_feed_where_nobody_can_look():
     assert outfeed.dequeue().tolist() == [1]
 
 
+NOT_ARRAYS = [
+    ("x", "str. Leave"),
+    ({"a": ["b"]}, r"str at \['a'\]\[0\]. Leave"),
+    (object(), "object"),
+]
+
+
+@pytest.mark.parametrize(("given", "received"), NOT_ARRAYS)
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        ("tr.stage_boundary takes", tr.stage_boundary),
+        ("tr.recomputation_checkpoint takes", tr.recomputation_checkpoint),
+        ("tr.cross_replica_sum takes", tr.cross_replica_sum),
+        ("tr.cross_replica_mean takes", tr.cross_replica_mean),
+        ("tr.repeat carries", lambda given: tr.repeat(2, lambda x: x, given)),
+        (
+            "The body of a loop returns",
+            lambda given: tr.repeat(2, lambda _: given, jax.tree.map(lambda _: 1.0, given)),
+        ),
+        ("tr.while_loop carries", lambda given: tr.while_loop(bool, lambda x: x, given)),
+        ("OutfeedQueue.enqueue sends", tr.OutfeedQueue().enqueue),
+        ("A program returns", lambda given: given),
+    ],
+)
+def test_functions_of_arrays_name_what_is_none(rule, call, given, received):
+    expected = f"{rule} trees of arrays and numbers. Received: {received}"
+    with pytest.raises(tr.TailraceError, match=expected):
+        tr.compile(lambda: call(given))()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        tr.observe(lambda x: x, ["*"]),
+        lambda x: tr.diff(jnp.sin, jnp.sin, x),
+        lambda x: tr.balance(lambda p, x: x * p, jnp.ones(2), x, stages=1),
+    ],
+)
+def test_calls_with_what_is_no_array(call):
+    with pytest.raises(tr.TailraceError, match=r"takes trees of arrays .* Received: str at \["):
+        call("x")
+
+
+def test_what_jax_converts_to_an_array_is_one():
+    class Variable:
+        def __jax_array__(self):
+            return jnp.float32(3)
+
+    assert float(tr.compile(lambda: tr.repeat(2, lambda x: x + 1, Variable()))()) == 5
+    assert float(tr.compile(lambda: tr.cross_replica_sum(Variable()))()) == 3
+
+
 def test_arguments_that_are_no_arrays():
-    with pytest.raises(ProgramError, match=r"\['name'\].*str"):
+    with pytest.raises(ProgramError, match=r"Received: str at \[0\]\['name'\]"):
         tr.compile(lambda x: x["v"])({"v": 1.0, "name": "a"})
 
 

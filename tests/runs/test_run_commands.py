@@ -171,7 +171,7 @@ def test_doctor_names_what_is_missing(monkeypatch):
         (["plan", "--stages", "4", "--microbatches", "3"], "must be a multiple of 8, but it is 3"),
         (
             ["plan", "--stages", "4", "--microbatches", "8", "--schedule", "x"],
-            "--schedule is one of grouped, interleaved, sequential. Received: 'x'",
+            "--schedule is one of 'grouped', 'interleaved', 'sequential'. Received: 'x'",
         ),
         (
             ["plan", "--stages", "4", "--microbatches", "8", "--svg", "no/x.svg"],

@@ -229,6 +229,19 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         other.replay(7, data(), checkpoint=folder)
 
 
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
+def test_a_random_key_in_the_model_state(generator, tmp_path):
+    def noisy(w, state, x):
+        key, own = jax.random.split(state["key"])
+        return ((w - x + jax.random.normal(own, x.shape)) ** 2).mean(), ({"key": key}, None)
+
+    state = {"key": jax.random.key(3, impl=generator)}
+    trainer = tr.Trainer(noisy, optax.sgd(0.1), np.float32(0), model_state=state)
+    numbers = tr.batches(np.arange(32, dtype=np.float32), 4)
+    trainer.fit(numbers, steps=6, checkpoint=tr.Checkpoint(tmp_path, every=2), progress=False)
+    assert trainer.replay(5, numbers, checkpoint=tmp_path).proved is True
+
+
 def test_it_is_said_what_has_changed_since(plain, monkeypatch):
     trainer, folder = plain
     assert trainer.replay(7, data(), checkpoint=folder).changed == []

@@ -18,6 +18,7 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
+from tailrace.data.counts import member_named
 from tailrace.errors import DataError, OptionError, TailraceError
 
 EPOCHS, ELEMENTS = 5, 1000
@@ -210,11 +211,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 
-    known = [str(schedule.value) for schedule in PipelineSchedule]
-    if arguments.schedule.lower() not in known:
-        raise OptionError(
-            f"--schedule is one of {', '.join(known)}. Received: {arguments.schedule!r}."
-        )
+    # Names and counts are checked here too, so that messages name options, not arguments of `tr.plan`.
+    schedule = member_named(PipelineSchedule, arguments.schedule, "--schedule")
     mapping = _each("--device-mapping", arguments.device_mapping, int)
     if mapping is not None and len(mapping) != arguments.stages:
         raise OptionError(
@@ -226,7 +224,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     made = make(
         members if any(count > 1 for count in members) else arguments.stages,
         arguments.microbatches,
-        arguments.schedule.lower(),
+        schedule,
         mapping,
         training=not arguments.inference,
     )

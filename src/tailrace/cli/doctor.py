@@ -17,7 +17,7 @@ from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
 from tailrace.seams import Package, Seam
 
-CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
+CORE = ("jax", "jaxlib", "numpy", "optax", "rich", "scipy")
 OPTIONAL = {
     "orbax.checkpoint": ("checkpoint", "checkpoints (fit(checkpoint=...), replays)"),
     "safetensors": ("bundle", "bundles of bad steps (tr.stop_on_nonfinite(bundle=...))"),
@@ -124,6 +124,8 @@ def _seams(packages: dict[str, str]) -> Iterator[tuple[Package, tuple[Seam, ...]
 
 
 def _version(package: str) -> str:
+    # Found, not imported: PyTorch and Keras take seconds, and a broken package would end the command.
+    # Of a dotted name `find_spec` imports the parent, which may be missing.
     try:
         there = importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -166,6 +168,7 @@ def _device_problems(devices: list[Device]) -> list[str]:
         problems.append(
             f"speed from more devices: {len(on_host)} virtual devices share {cores} CPU cores."
         )
+    # Memory of the host that a device reads directly; offloaded state is kept there.
     if not any("pinned_host" in _memory_kinds(d) for d in devices):
         problems.append("optimizer state kept off the device: there is no pinned_host memory.")
     return problems

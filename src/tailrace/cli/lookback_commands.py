@@ -46,6 +46,7 @@ def _run_replay(arguments: argparse.Namespace) -> int:
             f"A replay starts from a checkpoint, and the run {arguments.directory!r} names no "
             f"directory of them. Give --checkpoint DIR."
         )
+    # The user's function last: it may load data for minutes, and a wrong path is found before.
     trainer, dataset = _made(arguments.target)
     recorded = Recorded().add_run(run)
     taps = arguments.observe
@@ -91,7 +92,10 @@ def bisect(subparsers: Subparsers) -> None:
     add_two_runs(parser)
     for name in ("--first", "--second"):
         parser.add_argument(
-            name, dest=f"{name[2:]}_target", metavar="MODULE:FUNCTION", help=f"made {name[2:]} run"
+            name,
+            dest=f"{name[2:]}_target",
+            metavar="MODULE:FUNCTION",
+            help=f"the function that made trainer and dataset of the {name[2:]} run",
         )
     parser.set_defaults(run=_run_bisect)
 
@@ -108,6 +112,8 @@ def _run_bisect(arguments: argparse.Namespace) -> int:
         from tailrace.trainer.lookback.bisect import first_tensor
 
         made = [_made(target) for target in targets]
+        # Up to the first loss that differs, or the end of the execution that does: both bound the
+        # search, and the earlier one is closer.
         last = [end for end in (found.step, found.ended and found.ended - 1) if end is not None]
         sides = list(zip(runs, made, strict=True))
         print(first_tensor(found.equal_until, min(last), sides))

@@ -31,6 +31,7 @@ def _run_histogram(arguments: argparse.Namespace) -> int:
     from tailrace.runs.reader import open_run
 
     steps, run = _slice(arguments.steps), open_run(arguments.directory)
+    # The sentences are about all tensors together, whatever is drawn.
     together = run.histogram(selected(arguments), steps)
     print(together)
     rows = together if arguments.together else run.histograms(selected(arguments), steps)
@@ -115,7 +116,7 @@ def _run_diff(arguments: argparse.Namespace) -> int:
 
     found = compare(arguments.first, arguments.second, rtol=arguments.rtol, atol=arguments.atol)
     print(found)
-    return 1 if found else 0
+    return 1 if found else 0  # as `diff` of Unix
 
 
 # -- what they share ----------------------------------------------------------------------------
@@ -134,6 +135,7 @@ def add_select(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="GLOB",
         help=f"which tensors; may be given several times (default: {default})",
     )
+    # Not `default=`: with action="append" argparse would add to it instead of replacing it.
     parser.set_defaults(default_select=default)
 
 
@@ -157,7 +159,7 @@ def _scale(text: str) -> tuple[float, float]:
     try:
         found = float(low), float(high)
     except ValueError:
-        found = 0.0, 0.0
+        found = 0.0, 0.0  # refused below, with the same words as limits in the wrong order
     if not found[0] < found[1]:
         raise OptionError(f"--scale is LOW:HIGH, such as 1e-6:1. Received: {text!r}.")
     return found

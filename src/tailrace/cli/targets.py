@@ -30,6 +30,7 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
     found = _guarded(
         lambda: importlib.import_module(module_name), f"importing {module_name!r} raised"
     )
+    # A dotted attribute: a dataset may be a member of a class or of a namespace.
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise OptionError(

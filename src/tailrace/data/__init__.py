@@ -13,7 +13,7 @@ Out: a `Dataset`: a stream of elements, each a tree of NumPy arrays, with a posi
     digits                   real handwritten digits without a download
     files                    reading untrusted files, and writing files atomically
     trees                    flattening and rebuilding elements, and naming their leaves
-    leaves, dtypes, counts   conversion of leaves, allowed dtypes, checks of numbers
+    leaves, dtypes, counts   conversion of leaves, allowed dtypes, checks of arguments
 
 Rule: nothing here imports JAX, so that data can be inspected and benchmarked without starting it. That
 is why `trees` exists in addition to `jax.tree`.

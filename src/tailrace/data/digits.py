@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from tailrace.data.counts import member_named
 from tailrace.errors import MissingDependency, OptionError
 
 _TRAIN_PER_DIGIT = 400
@@ -18,6 +19,10 @@ class Split(StrEnum):
     ALL = "all"
     TRAIN = "train"
     TEST = "test"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Split":
+        return member_named(cls, value, "split")
 
 
 def digits(
@@ -55,17 +60,9 @@ def digits(
         Split.TRAIN: slice(first_of_test),
         Split.TEST: slice(first_of_test, None),
     }
-    part = parts[_as_split(split)]
+    part = parts[Split(split)]
     # Copies: all calls share the cached arrays, and a caller may write to its own.
     return _with_dtype(images[part], dtype), labels[part].copy()
-
-
-def _as_split(split: Split | str) -> Split:
-    try:
-        return Split(split)
-    except ValueError:
-        names = ", ".join(repr(str(each)) for each in Split)
-        raise OptionError(f"split must be one of {names}. Received: split={split!r}.") from None
 
 
 def _with_dtype(images: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:

@@ -4,6 +4,9 @@ An element is a tree: dicts, tuples, lists and named tuples are nodes, `None` is
 everything else is a leaf. These are JAX's rules, so an accepted element can be passed to a program
 unchanged. A leaf's path is written as an index expression: `['image']`, `[0]['mask']`, `.label`.
 
+`jax.tree` would do the same. But this package does not import JAX, so that a process that only reads
+data starts without it, in a fraction of the time.
+
 Building paths takes time: streams of elements are mapped by `map_leaves`, and the functions with paths
 are for errors and one-time work.
 """

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.counts import member_named
 from tailrace.data.trees import Tree, TreeDef, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
 from tailrace.messages import note_once
 
@@ -38,6 +40,10 @@ class OutfeedMode(enum.StrEnum):
 
     ALL = "all"
     LAST = "last"
+
+    @classmethod
+    def _missing_(cls, value: object) -> OutfeedMode:
+        return member_named(cls, value, "The mode of an outfeed")
 
 
 MOST_BYTES = 4 << 30
@@ -86,12 +92,7 @@ class OutfeedQueue:
         most_bytes: int = MOST_BYTES,
         when_full: str = "raise",
     ) -> None:
-        try:
-            self.mode = OutfeedMode(mode if isinstance(mode, str) else "")
-        except ValueError:
-            raise OptionError(
-                f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."
-            ) from None
+        self.mode = OutfeedMode(mode)
         if not isinstance(live, bool):
             raise OptionError(f"live is True or False. Received: live={live!r}.")
         self.live = live
@@ -132,6 +133,7 @@ class OutfeedQueue:
             raise FeedError(
                 f"An element sent out needs at least one array. Received: enqueue({values!r})."
             )
+        check_arrays("OutfeedQueue.enqueue sends", values, error=FeedError)
         for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
             _check_can_leave(_path_called(path), jnp.asarray(value))
         site = trace.new_site("OutfeedQueue.enqueue")

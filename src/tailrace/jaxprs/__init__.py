@@ -12,6 +12,7 @@ internals           JAX below its public API, and differences between versions; 
 marks               our primitives, and the trace they are emitted into; own_equations reads them
 control             loops, branches and calls as objects, and emitting them again
 operations          properties of single operations; flops counts them
+array_trees         checks that what users pass is a tree of arrays
 walk                every equation with its position and surroundings
 visitor             the traversal of a program through loops, branches and calls
 value_graph         producers and users of values as XLA sees them; free_numbers asks it which literals

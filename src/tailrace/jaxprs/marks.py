@@ -88,15 +88,7 @@ def name_values(kind: str, tree: Any, alone: str = "0") -> Any:
 
 def path_name(path: Sequence[Any]) -> str:
     """A tree path as a name: `("layers", 0, "kernel")` becomes `layers/0/kernel`."""
-    parts = []
-    for key in path:
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts)
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 # -- differentiation ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def _constants(function: Callable[..., Any]) -> tuple[Any, ...]:
     return (*code.co_consts, *names)
 
 
-def _has(owner: Any, *names: str) -> bool:
+def _has(owner: object, *names: str) -> bool:
     return all(hasattr(owner, name) for name in names)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,8 @@ from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.spans.span import span
-from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
+from tailrace.taps.tap import Observe
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
 from tailrace.trainer.observation.monitoring import Monitor
 
@@ -86,8 +88,8 @@ class Adopted(Setters, Assigning, LookingBack):
     def compile(
         self,
         *args: Any,
-        observe: Any = (),
-        run_dir: Any = None,
+        observe: Observe = (),
+        run_dir: str | os.PathLike[str] | None = None,
         fingerprint: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -150,7 +152,12 @@ class Adopted(Setters, Assigning, LookingBack):
 
     # -- fit, evaluate, predict -----------------------------------------------------------------
 
-    def fit(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
+    def fit(
+        self,
+        *args: Any,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Keras' `fit` on the device, with many batches per execution.
 
         Args:

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import ShapeLike
+from tailrace.data.counts import member_named
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
@@ -72,9 +73,12 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
     True
     """
 
-    def __init__(self, outfeed_mode: Any = None, filters: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, outfeed_mode: enum.Enum | str | None = None, filters: Sequence[str] | None = None
+    ) -> None:
         mode = OutfeedMode.ALL if outfeed_mode is None else outfeed_mode
-        super().__init__(str(getattr(mode, "value", mode)).lower(), filters)
+        # By name: in IPU programs it is a member of another enum, whose values differ.
+        super().__init__(mode.name if isinstance(mode, enum.Enum) else mode, filters)
 
     def deliver(self, found: OrderedDict[str, Any], replicas: int) -> None:
         """Queue values that were observed instead of sent, `[k, (R,) *T]` each."""
@@ -188,6 +192,10 @@ class OutfeedOptimizerMode(enum.StrEnum):
     AFTER_COMPUTE = "after_compute"
     BEFORE_APPLY = "before_apply"
 
+    @classmethod
+    def _missing_(cls, value: object) -> OutfeedOptimizerMode:
+        return member_named(cls, value, "outfeed_optimizer_mode")
+
 
 @keras.saving.register_keras_serializable("tailrace")
 class OutfeedOptimizer(Wrapper):
@@ -217,7 +225,7 @@ class OutfeedOptimizer(Wrapper):
         self,
         wrapped_optimizer: keras.optimizers.Optimizer,
         outfeed_queue: MaybeOutfeedQueue | None,
-        outfeed_optimizer_mode: Any = OutfeedOptimizerMode.BEFORE_APPLY,
+        outfeed_optimizer_mode: OutfeedOptimizerMode | str = OutfeedOptimizerMode.BEFORE_APPLY,
         name: str = "OutfeedOptimizer",
         model: keras.Model | None = None,
     ) -> None:
@@ -227,14 +235,7 @@ class OutfeedOptimizer(Wrapper):
                 "of the variables. Give model=."
             )
         super().__init__(wrapped_optimizer, name)
-        value = str(getattr(outfeed_optimizer_mode, "value", outfeed_optimizer_mode)).lower()
-        try:
-            self.mode = OutfeedOptimizerMode(value)
-        except ValueError:
-            raise OptionError(
-                f"outfeed_optimizer_mode is 'after_compute' or 'before_apply'. "
-                f"Received: {outfeed_optimizer_mode!r}."
-            ) from None
+        self.mode = OutfeedOptimizerMode(outfeed_optimizer_mode)
         self.sees_each = self.mode is OutfeedOptimizerMode.AFTER_COMPUTE
         self._queue = outfeed_queue
         # Not a plain attribute: Keras would treat the model as a part of the optimizer.

@@ -23,11 +23,11 @@ class LayerMap:
     Attributes:
         measure: "rms", "zero" or "nonfinite".
         names: the tensors, from the input of the model to its output.
-        ordered: whether that order is known from the program, not only from names.
         steps: the first step of each column.
         width: the number of steps per column.
         values: [tensors, columns]; NaN where there is no record.
         problems: the parts that could not be read, a sentence each.
+        ordered: whether the order of names is known from the program, not only from names.
     """
 
     measure: str

@@ -17,6 +17,7 @@ from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.control import Cond, Scan, control, programs_in
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, variables
 from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
@@ -161,7 +162,8 @@ def balance(
 
     Raises:
         OptionError: `fn` is not a function, or `stages` is not a whole number of at least 1.
-        PipelineError: the model has fewer operations than stages.
+        PipelineError: the model has fewer operations than stages, or there is something else than
+            arrays in `params`, `model_state` or `example`.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tailrace as tr
@@ -179,6 +181,7 @@ def balance(
         )
     stages = check_count("stages", stages, at_least=1, error=OptionError)
     first = (params,) if model_state is None else (params, model_state)
+    check_arrays("tr.balance takes", (*first, example), error=PipelineError)
 
     def whole(*args: Tree) -> Any:
         return call_with_element(fn, args[:-1], args[-1])

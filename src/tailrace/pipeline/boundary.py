@@ -6,6 +6,7 @@ import jax
 
 from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import Tag, mark
 
 ROLE = "stage"
@@ -23,7 +24,7 @@ def stage_boundary(values: Tree) -> Tree:
         values: a tree of arrays, with at least one.
 
     Raises:
-        PipelineError: there is no array in it.
+        PipelineError: there is no array in it, or something else.
 
     >>> import tailrace as tr
     >>> import jax.numpy as jnp
@@ -40,6 +41,7 @@ def boundary(values: Tree, which: str) -> Tree:
             f"tr.stage_boundary marks the values that flow from one stage to the next, and there "
             f"is at least one. Received: {values!r}. Give the activations."
         )
+    check_arrays("tr.stage_boundary takes", values, error=PipelineError)
     # A mark is an identity, so the model computes the same without a pipeline; and it has a place
     # in the order of equations, which is all that a cut needs.
     return mark(values, Tag(ROLE, payload=which))

@@ -16,6 +16,7 @@ from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
@@ -239,8 +240,9 @@ class Program:
         try:
             # By type, weak types included: a Python number and an array promote differently inside.
             key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
-        except TypeError:
-            raise ProgramError(_not_an_array(args)) from None
+        except (TypeError, ValueError, OverflowError):
+            check_arrays("A program takes", args, convertible=False)
+            raise
         if key not in self._versions:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:
@@ -309,16 +311,3 @@ class _Version:
         # Records carry the steps of one loop, so with taps each loop is dispatched alone.
         observed = bool(self.sight.chosen)
         return segment.length > 0 and (live or observed or self.piece(segment) < segment.length)
-
-
-def _not_an_array(args: tuple[Any, ...]) -> str:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            return (
-                f"A program takes trees of arrays and numbers. Received: argument "
-                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Leave it out, or close "
-                f"over it in the function."
-            )
-    raise AssertionError

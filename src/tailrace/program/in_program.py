@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import ambient, cross_replica_p, current_trace
 
 _training: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_training", default=False)
@@ -116,7 +117,7 @@ def cross_replica_mean(values: Tree) -> Tree:
     """The mean of `values` (a tree) over all replicas, on each of them.
 
     Raises:
-        ProgramError: it is called outside of a program.
+        ProgramError: it is called outside of a program, or with something that is no array.
 
     Example:
         >>> import tailrace as tr
@@ -130,7 +131,7 @@ def cross_replica_sum(values: Tree) -> Tree:
     """The sum of `values` (a tree) over all replicas, on each of them.
 
     Raises:
-        ProgramError: it is called outside of a program.
+        ProgramError: it is called outside of a program, or with something that is no array.
 
     Example:
         >>> import tailrace as tr
@@ -142,4 +143,5 @@ def cross_replica_sum(values: Tree) -> Tree:
 
 def _cross_replica(values: Tree, caller: str, *, mean: bool) -> Tree:
     current_trace(caller)
+    check_arrays(f"{caller} takes", values)
     return jax.tree.map(lambda x: cross_replica_p.bind(jnp.asarray(x), mean=mean), values)

@@ -16,6 +16,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import ProgramTrace, Tag, current_trace, dequeue, inside_loop, mark
 
@@ -63,6 +64,8 @@ def repeat_with(
     """`repeat`, where `call(body, carried, element)` passes the element to the body."""
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
+    if carries:
+        check_arrays("tr.repeat carries", inputs)
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
     # A concrete array is as good as an integer, and gives a loop that can be differentiated.
     if isinstance(n, jax.Array) and not isinstance(n, Tracer):
@@ -110,6 +113,7 @@ def while_loop(
         192
     """
     trace = current_trace("tr.while_loop")
+    check_arrays("tr.while_loop carries", inputs)
     carry = jax.tree.map(jnp.asarray, inputs)
     if infeed is not None and maximum_iterations is None:
         raise ProgramError(
@@ -204,6 +208,7 @@ def _same_form(before: Tree, after: Tree) -> Tree:
             f"and returned {found}. Return the carried value whole, and nothing else (results leave "
             f"through an outfeed)."
         )
+    check_arrays("The body of a loop returns", after)
     for (path, was), now in zip(old, new, strict=True):
         now = jnp.asarray(now)
         if was.shape != now.shape or was.dtype != now.dtype:

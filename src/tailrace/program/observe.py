@@ -16,6 +16,7 @@ from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.running.device_program import Piece, SegmentProgram
@@ -137,7 +138,11 @@ class Observed:
     def _version(self, args: tuple[Any, ...]) -> tuple[Traced, Sight, list[Executable]]:
         leaves, structure = jax.tree.flatten(args)
         # By type, weak types included, as `jax.jit` does.
-        key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        try:
+            key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        except (TypeError, ValueError, OverflowError):
+            check_arrays("An observed function takes", args, convertible=False)
+            raise
         if key not in self._versions:
             traced, entries = self._trace(args)
             with names_listed_by("tensors(*args) of the observed function"):

@@ -1,4 +1,8 @@
-"""Arrays as text, laid out as `tr.print_tensor` prints them."""
+"""Arrays as text, laid out as `tr.print_tensor` prints them.
+
+`numpy.array2string` does not do it: its brackets are always square and on the lines of their values,
+and its digits are those behind the point. Here both are options, those of `poptorch.ipu_print_tensor`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
+from tailrace.data.counts import member_named
 from tailrace.errors import OptionError
 
 _ELLIPSIS = "..."
@@ -22,6 +27,10 @@ class FloatFormat(enum.StrEnum):
     FIXED = "fixed"
     SCIENTIFIC = "scientific"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FloatFormat:
+        return member_named(cls, value, "float_format")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +80,7 @@ class PrintOptions:
                     f"{name} is a string of at least one character, without a line break. "
                     f"Received: {name}={value!r}."
                 )
-        try:
-            named = self.float_format if isinstance(self.float_format, str) else ""
-            object.__setattr__(self, "float_format", FloatFormat(named))
-        except ValueError:
-            choices = ", ".join(repr(str(member)) for member in FloatFormat)
-            raise OptionError(
-                f"float_format is one of {choices}. Received: float_format={self.float_format!r}."
-            ) from None
+        object.__setattr__(self, "float_format", FloatFormat(self.float_format))
 
     def format(self, array: object, title: str = "") -> str:
         """An array as text, after `title: ` if there is a title."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,6 +24,15 @@ MOST_SHOWN = 20
 
 MOST_LIVE = 10_000
 """The most live records that wait for a reader of the stream."""
+
+
+class HasRecords(Protocol):
+    """A run, or a trainer or model after a fit: whatever has records."""
+
+    @property
+    def records(self) -> Records:
+        """The records by name."""
+        ...
 
 
 class Records(Mapping[Any, Record]):

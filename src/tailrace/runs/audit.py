@@ -15,6 +15,7 @@ import numpy as np
 
 from tailrace.errors import RunError
 from tailrace.feeds.reader import Reader
+from tailrace.messages import counted
 from tailrace.runs.reader import Run
 from tailrace.runs.tables.tables import READING
 from tailrace.taps.bit_digests import host_row_digest
@@ -90,8 +91,9 @@ class Audit:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.executions:,} executions consumed {self.elements:,} elements in "
-            f"{len(self.passes)} passes over the data; {self.resumes} resumes"
+            f"{counted(self.executions, 'execution')} consumed {counted(self.elements, 'element')} in "
+            f"{counted(len(self.passes), 'pass', 'passes')} over the data; "
+            f"{counted(self.resumes, 'resume')}"
         ]
         for fit, epoch, first, end in self.passes[:20]:
             lines.append(f"  fit of step {fit}, epoch {epoch}: elements {first} to {end - 1}")
@@ -99,12 +101,13 @@ class Audit:
             lines.append(f"  and {len(self.passes) - 20} more")
         lines += [f"  went back {text}" for text in self.rewinds]
         if self.compared:
-            lines.append(f"{self.compared:,} elements were compared with the dataset")
+            were = "was" if self.compared == 1 else "were"
+            lines.append(f"{counted(self.compared, 'element')} {were} compared with the dataset")
         lines += [f"WRONG: {text}" for text in self.findings[:50]]
         lines.append(
             "every element was consumed once, in order"
             if self.is_clean
-            else f"{len(self.findings)} findings"
+            else counted(len(self.findings), "finding")
         )
         return "\n".join(lines)
 

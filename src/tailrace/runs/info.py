@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,9 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
     return info
 
 
-def read_catalogue(rows: Any, use_order: Any = ()) -> Catalogue:
+def read_catalogue(
+    rows: Iterable[Mapping[str, Any]], use_order: Iterable[object] = ()
+) -> Catalogue:
     """The catalogue in `run.json`, and the names of tensors of parameters in the order of their use."""
     uses = {str(name): use for use, name in enumerate(use_order)}
     return Catalogue(

@@ -194,6 +194,7 @@ class Run:
         Empty arrays for a run that was written before executions were kept.
         """
         with describing(self.directory, "executions"):
+            # Not in `_counts`: runs of older versions have no such table.
             count = int(self._root.attrs["committed"].get("executions", 0))
             if count < 0:
                 raise ValueError("a number of rows is negative")

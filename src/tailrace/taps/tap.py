@@ -9,12 +9,12 @@ import enum
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, member_named
 from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
@@ -36,6 +36,10 @@ class Reduce(enum.StrEnum):
     HISTOGRAM = "histogram"
     NORM = "norm"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Reduce:
+        return member_named(cls, value, "reduce", also=", or a JAX function")
+
 
 class Mode(enum.StrEnum):
     """Which values a tap keeps: all, their sum over an execution, or the last one of an execution."""
@@ -43,6 +47,10 @@ class Mode(enum.StrEnum):
     ALL = "all"
     SUM = "sum"
     FINAL = "final"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Mode:
+        return member_named(cls, value, "mode", also=", or tr.every(n)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +108,9 @@ class Tap:
     def __post_init__(self) -> None:
         check_selection(self.select)
         if not isinstance(self.mode, Every):
-            object.__setattr__(self, "mode", _parse(Mode, self.mode, "mode", "or tr.every(n)"))
+            object.__setattr__(self, "mode", Mode(self.mode))
         if not callable(self.reduce):
-            parsed = _parse(Reduce, self.reduce, "reduce", "or a JAX function")
-            object.__setattr__(self, "reduce", parsed)
+            object.__setattr__(self, "reduce", Reduce(self.reduce))
 
     @property
     def kind(self) -> str:
@@ -213,8 +220,6 @@ Observe: TypeAlias = (
     "Select | Tap | StopOnNonfinite | Iterable[Select | Tap | StopOnNonfinite] | None"
 )
 """What users give as `observe=`: taps, or selections whose statistics are wanted; one or several."""
-
-EnumType = TypeVar("EnumType", bound=enum.StrEnum)
 
 
 def stop_on_nonfinite(
@@ -370,13 +375,3 @@ def check_bytes(
             f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
             f"steps_per_execution (a shorter tr.repeat) or microbatches, or raise observe_bytes."
         )
-
-
-def _parse(kind: type[EnumType], value: object, name: str, also: str) -> EnumType:
-    try:
-        return kind(value if isinstance(value, str) else "")
-    except ValueError:
-        choices = ", ".join(repr(str(member)) for member in kind)
-        raise OptionError(
-            f"{name} is one of {choices}, {also}. Received: {name}={value!r}."
-        ) from None

@@ -8,15 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs.array_trees import not_an_array
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.memory.optimizer_state import is_tapped
 from tailrace.program.optimizers import AccumulationState
+from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision
+from tailrace.program.step.update_rule import Optimizer
 from tailrace.taps.tap import StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.modules.recognition import without_values
@@ -24,12 +28,12 @@ from tailrace.trainer.observation.monitoring import Monitor
 
 
 def check_model(
-    loss_fn: Any,
-    optimizer: Any,
+    loss_fn: object,
+    optimizer: Optimizer,
     params: Tree,
     model_state: Tree,
     pipeline: Pipeline | None,
-    accumulation: Any,
+    accumulation: Accumulation | int,
 ) -> tuple[Any, Any]:
     """Check the model; returns the accumulation and the parameters (a pipeline's by stage)."""
     if not callable(loss_fn):
@@ -39,12 +43,12 @@ def check_model(
         check_pipeline(accumulation)
         accumulation, params = pipeline.accumulation, pipeline.untie(params)
     check_params(params)
-    check_arrays("model_state", model_state)
+    check_values("model_state", model_state)
     check_accumulates_once(optimizer, params)
     return accumulation, params
 
 
-def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
+def check_replica_state(rule: object) -> bool | Callable[[str], bool]:
     """Whether replicas share the model state: for all leaves, or by a leaf's name."""
     if callable(rule):
         return lambda name: rule(name) == "mean"
@@ -95,7 +99,7 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def check_accumulates_once(optimizer: Any, params: Tree) -> None:
+def check_accumulates_once(optimizer: Optimizer, params: Tree) -> None:
     """Refuse an optimizer that accumulates: the trainer does, and it would happen twice."""
     import optax
 
@@ -113,7 +117,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
         )
 
 
-def check_gives_loss(optimizer: Any, params: Tree, pipelined: bool) -> bool:
+def check_gives_loss(optimizer: Optimizer, params: Tree, pipelined: bool) -> bool:
     """Whether the optimizer needs the loss of the step; refuse one that needs more."""
     import optax
 
@@ -162,10 +166,10 @@ def check_pipeline(accumulation: object) -> None:
 
 def check_params(params: Tree) -> None:
     """Check that there are parameters, and that they are floats."""
-    leaves = _flattened("params", params)
+    check_values("params", params)
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if not leaves:
         raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
-    check_arrays("params", params)
     for path, leaf in leaves:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -184,7 +188,7 @@ def check_state(now: Tree, given: Tree) -> Any:
             f"Received: {jax.tree.structure(given)}. Change leaves of trainer.state, which is a copy."
         )
 
-    def leaf(path: Any, old: Any, new: Any) -> Any:
+    def leaf(path: tuple[Any, ...], old: jax.Array, new: TensorLike) -> TensorLike:
         dtype = getattr(new, "dtype", old.dtype)  # a number of Python takes the dtype that there is
         if jnp.shape(new) != old.shape or dtype != old.dtype:
             raise ProgramError(
@@ -197,24 +201,19 @@ def check_state(now: Tree, given: Tree) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, now, given)
 
 
-def _flattened(what: str, tree: Tree) -> Any:
+def check_values(what: str, tree: Tree) -> None:
+    """Check that a tree has only arrays and numbers; a module without values is called so."""
     try:
-        return jax.tree_util.tree_flatten_with_path(tree)[0]
+        found = not_an_array(tree)
     except ValueError as error:  # keys that cannot be sorted
         raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
-
-
-def check_arrays(what: str, tree: Tree) -> None:
-    """Check that a tree has only arrays and numbers."""
-    for path, leaf in _flattened(what, tree):
-        try:
-            jax.typeof(leaf)
-        except (TypeError, ValueError, OverflowError):
-            instead = f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
-            raise ProgramError(
-                f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, "
-                f"{without_values(leaf) or instead}"
-            ) from None
+    if found is not None:
+        path, leaf = found
+        instead = f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
+        raise ProgramError(
+            f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, "
+            f"{without_values(leaf) or instead}"
+        )
 
 
 def check_eval_fn(eval_fn: object) -> Any:
@@ -226,7 +225,9 @@ def check_eval_fn(eval_fn: object) -> Any:
     return eval_fn
 
 
-def check_callbacks(callbacks: Any, has_validation: bool) -> list[Callback]:
+def check_callbacks(
+    callbacks: Callback | Iterable[Callback], has_validation: bool
+) -> list[Callback]:
     """Callbacks are a list of objects with the methods of `tr.Callback`, and watch what there is."""
     if not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
@@ -244,7 +245,7 @@ def check_callbacks(callbacks: Any, has_validation: bool) -> list[Callback]:
     return found
 
 
-def check_config(config: Any) -> dict[str, Any]:
+def check_config(config: object) -> dict[str, Any]:
     """Parse the value of `config=`, which is stored as JSON."""
     if config is None:
         return {}

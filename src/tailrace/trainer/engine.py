@@ -40,10 +40,11 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.plain_step import PlainStep
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import Step
+from tailrace.program.step.update_rule import Optimizer
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import GradientDigest, StopOnNonfinite, parse_taps
+from tailrace.taps.tap import GradientDigest, Observe, StopOnNonfinite, parse_taps
 from tailrace.trainer.checks import (
     check_gives_loss,
     check_model,
@@ -86,7 +87,7 @@ class Engine:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        optimizer: Any,
+        optimizer: Optimizer,
         params: Tree,
         *,
         accumulation: Accumulation | int = 1,
@@ -97,7 +98,7 @@ class Engine:
         shard_optimizer_state: bool = False,
         offload_activations: bool = False,
         seed: int = 0,
-        observe: Any = (),
+        observe: Observe = (),
         loss_scale: LossScale | float | str | None = None,
         precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,

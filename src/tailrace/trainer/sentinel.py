@@ -24,11 +24,12 @@ import jax
 import numpy as np
 
 from tailrace.errors import CorruptionError, OptionError
+from tailrace.messages import listed
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.records.records import Records, take_records
-from tailrace.taps.bit_digests import digest, host_digest, joined
+from tailrace.taps.bit_digests import bit_digest, host_digest, joined
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Tap
 from tailrace.trainer.executions import Ticket
@@ -40,12 +41,7 @@ def is_watched(entry: Entry) -> bool:
     return entry.kind != "cotangent"
 
 
-def sentinel_bits(value: object) -> Any:
-    """What leaves of a tensor: the digest of its bits."""
-    return digest(value, "bits")
-
-
-WATCHED = Tap(is_watched, reduce=sentinel_bits)
+WATCHED = Tap(is_watched, reduce=bit_digest)
 """What executions that are run twice send out."""
 
 ORDER = ("loss", "gradients", "parameters", "optimizer", "model_state")
@@ -243,23 +239,23 @@ def flip(array: jax.Array, index: int, bit: int) -> jax.Array:
     return jax.device_put(host, array.sharding)
 
 
-def check_share(share: Any) -> float:
+def check_share(share: object) -> float:
     """What `sentinel=` was given."""
-    number = isinstance(share, int | float) and not isinstance(share, bool)
-    if share is not None and not (number and 0 <= share <= 1):
-        raise OptionError(
-            f"sentinel is the share of executions that are run twice, from 0 to 1, or None. "
-            f"Received: sentinel={share!r}."
-        )
-    return 0.0 if share is None else float(share)
+    if share is None:
+        return 0.0
+    if isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1:
+        return float(share)
+    raise OptionError(
+        f"sentinel is the share of executions that are run twice, from 0 to 1, or None. "
+        f"Received: sentinel={share!r}."
+    )
 
 
 def _corrupted(step: int, names: Sequence[str], where: str) -> CorruptionError:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
     error = CorruptionError(
-        f"Silent corruption {where}: {shown}. The same computation gave other bits, so a memory or a "
-        f"processor is at fault, or the program is not deterministic. Nothing after it was kept: go on "
-        f"from a checkpoint, on another device."
+        f"Silent corruption {where}: {listed(names)}. The same computation gave other bits, so a "
+        f"memory or a processor is at fault, or the program is not deterministic. Nothing after it was "
+        f"kept: go on from a checkpoint, on another device."
     )
     error.step, error.names = step, tuple(names)
     return error

@@ -27,10 +27,11 @@ from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
+from tailrace.program.step.update_rule import Optimizer
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import MOST_BYTES, guarding, parse_taps
+from tailrace.taps.tap import MOST_BYTES, Observe, guarding, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
@@ -43,6 +44,7 @@ from tailrace.trainer.checks import (
 )
 from tailrace.trainer.costs.measuring import Measuring
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.evaluation.combining import Combine
 from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -133,7 +135,7 @@ class Trainer(Measuring, LookingBack):
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        optimizer: Any,
+        optimizer: Optimizer,
         params: Tree,
         *,
         steps_per_execution: int | str = "auto",
@@ -145,7 +147,7 @@ class Trainer(Measuring, LookingBack):
         model_state: Tree = None,
         replica_state: str | Callable[[str], str] = "mean",
         seed: int = 0,
-        observe: Any = (),
+        observe: Observe = (),
         observe_bytes: int = MOST_BYTES,
         loss_scale: LossScale | float | str | None = None,
         precision: jax.typing.DTypeLike | None = None,
@@ -318,7 +320,7 @@ class Trainer(Measuring, LookingBack):
         steps: int | None = None,
         epochs: int | None = None,
         *,
-        validation_data: Any = None,
+        validation_data: object = None,
         validation_every: str | int = "epoch",
         checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -425,7 +427,7 @@ class Trainer(Measuring, LookingBack):
     # -- using the model ------------------------------------------------------------------------
 
     def evaluate(
-        self, dataset: Any, fn: Callable[..., Any] | None = None, *, combine: Any = None
+        self, dataset: object, fn: Callable[..., Any] | None = None, *, combine: Combine = None
     ) -> dict[str, Any]:
         """Evaluate `fn` on all rows of a dataset.
 
@@ -450,7 +452,7 @@ class Trainer(Measuring, LookingBack):
         return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
 
     def predict(
-        self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
+        self, dataset: object, fn: Callable[..., Any] | None = None, live: bool = False
     ) -> Any:
         """The results of `fn` for each element of a dataset, in order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
+from tailrace.program.step.update_rule import Optimizer
 from tailrace.records.html_table import html_table
 from tailrace.taps.tap import Tap
 from tailrace.trainer.modules.recognition import bind
@@ -28,9 +29,9 @@ class Difference:
     """How far one tensor of the pipelined step is from that of the plain one.
 
     Attributes:
-        name: which tensor.
+        name: the tensor.
         absolute: the largest difference of any of its values.
-        relative: that, over the largest value of the plain one.
+        relative: `absolute` divided by the largest value of the plain tensor.
     """
 
     name: str
@@ -56,7 +57,11 @@ class Verification(Sequence[Difference]):
         """Whether no tensor differs by more than this, relative to its largest value."""
         return bool(self.worst <= tolerance)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Difference: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Difference]: ...
+    def __getitem__(self, index: int | slice) -> Difference | list[Difference]:
         return self._differences[index]
 
     def __len__(self) -> int:
@@ -95,7 +100,7 @@ def verify(
     params: Tree,
     batch: Tree,
     *,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     model_state: Tree = None,
     replicas: int = 1,
     seed: int = 0,

@@ -19,6 +19,7 @@ from tailrace.devices.processes.meeting import Client
 THREAD = "tailrace-heartbeat"
 _PREFIX = "tailrace/alive/"
 _MOST_PAUSE_S = 10.0
+"""The longest time between two reports."""
 _LAST_S = 2.0
 """How much longer the coordinator stays: without it, the others would exit without a message."""
 
@@ -85,8 +86,9 @@ class Heartbeat:
         woken = time.monotonic()
         while not self._ended.wait(self._pause / 2):
             now = time.monotonic()
-            # Otherwise a laptop that slept, or a debugger, would end all processes on waking.
-            if now - woken > self._limit_s / 2:  # this process was itself stopped, or starved
+            # This process was itself stopped, or starved: all others look silent. Otherwise a laptop
+            # that slept, or a debugger, would end all processes on waking.
+            if now - woken > self._limit_s / 2:
                 self._last_signs = {
                     other: (text, now) for other, (text, _) in self._last_signs.items()
                 }

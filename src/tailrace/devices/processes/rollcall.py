@@ -1,6 +1,7 @@
 """The roll call: all processes report before JAX joins them.
 
-JAX ends a process with a stack trace if another one does not arrive. Here process 0 first listens at
+JAX ends a process with a stack trace if another one does not arrive, and no option of
+`jax.distributed.initialize` makes it say which. Here process 0 first listens at
 the coordinator's address, every process reports to it, and if one does not arrive in time, all others
 learn which one.
 

@@ -6,6 +6,7 @@ runs is a separate program, whose results are compared and not kept. Afterwards 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,13 @@ from tailrace.keras.handles import AnyAdopted, attached
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.train import Training
 from tailrace.keras.programs.variables import Layout
+from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
-from tailrace.trainer.checkpoints.snapshot import history_of
 from tailrace.trainer.lookback.handed import HandedReplay
 from tailrace.trainer.lookback.recorded import Recorded, recorded_by
-from tailrace.trainer.lookback.replay import Replay, nearest
+from tailrace.trainer.lookback.replay import Replay, nearest, with_later_history
 from tailrace.trainer.lookback.rerun import looking_back
 
 
@@ -104,12 +105,19 @@ class PastTraining(Training):
 class LookingBack:
     """Past steps of a model, run again."""
 
-    def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
+    def _fit_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Pacing, dict[str, Any]]:
         """How a fit with these arguments is paced, and the arguments as Keras gets them."""
         raise NotImplementedError
 
     def replay(
-        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
+        self,
+        step: int,
+        *args: Any,
+        observe: Observe = (),
+        checkpoint: Checkpoint | str | os.PathLike[str],
+        **kwargs: Any,
     ) -> Replay:
         """Run a past step again, observe it with any taps, and prove that it equals the original.
 
@@ -140,8 +148,8 @@ class LookingBack:
 def replay_fit(
     adopted: AnyAdopted,
     step: int,
-    observe: Any,
-    checkpoint: Any,
+    observe: Observe,
+    checkpoint: Checkpoint | str | os.PathLike[str],
     pacing: Pacing,
     call: dict[str, Any],
 ) -> Replay:
@@ -186,21 +194,17 @@ def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) ->
     recorded = recorded_by(program.journal) if isinstance(program, Training) else Recorded()
     if step in recorded.losses:
         return recorded
-    settings = adopted.settings
-    for kept in reversed([kept for kept in directory.found() if kept.step > step]):
-        try:
-            arrays, note = _read(kept)
-        except orbax_files.DamagedCheckpoint:
-            continue  # an earlier one may know the step too
-        first = int(note[KIND]["first_step"])
-        if first <= step:
-            history = history_of(arrays, first, settings.microbatches, settings.replicas)
-            return recorded.add_history(history)
-    return recorded
+
+    def read(kept: Kept) -> tuple[Mapping[str, Any], int]:
+        arrays, note = _read(kept)
+        return arrays, int(note[KIND]["first_step"])
+
+    parts = adopted.settings.microbatches, adopted.settings.replicas
+    return with_later_history(recorded, directory, step, read, parts)
 
 
 @contextmanager
-def _apart(adopted: AnyAdopted, past: PastFit, observe: Any) -> Iterator[None]:
+def _apart(adopted: AnyAdopted, past: PastFit, observe: Observe) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
     # Arrays are immutable, so keeping references is enough: nothing is copied.

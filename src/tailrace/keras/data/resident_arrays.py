@@ -18,7 +18,9 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.feeds.device_dataset import MOST_BYTES
 from tailrace.feeds.transfer import put
 
@@ -67,11 +69,11 @@ class Rows:
             else:
                 yield slice(start, stop)
 
-    def batch(self, rows: Any) -> Any:
+    def batch(self, rows: np.ndarray | slice) -> Tree:
         """A batch on the host."""
         return jax.tree.map(lambda array: array[rows], self.data)
 
-    def gathered(self, numbers: np.ndarray, arrays: Any, device: Any) -> list[Any]:
+    def gathered(self, numbers: np.ndarray, arrays: Any, device: Device) -> list[jax.Array]:
         """Some rows of arrays, on the device: [*numbers.shape, *row] each.
 
         Args:
@@ -82,7 +84,7 @@ class Rows:
         kept = [self._on_device(array, spec.dtype, device) for array, spec in arrays]
         return _gather(kept, jax.device_put(numbers, device))
 
-    def _on_device(self, array: np.ndarray, dtype: DTypeLike, device: Any) -> Any:
+    def _on_device(self, array: np.ndarray, dtype: DTypeLike, device: Device) -> jax.Array:
         key = (id(array), dtype, device)  # the arrays are kept alive here, so ids stay valid
         if key not in self._kept:
             self._kept[key] = put(array.astype(dtype, copy=False), device)

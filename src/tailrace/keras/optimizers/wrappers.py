@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,8 +63,8 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def __new__(
         cls,
-        opt: Any = None,
-        num_mini_batches: Any = None,
+        opt: keras.optimizers.Optimizer | None = None,
+        num_mini_batches: int | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -78,7 +79,7 @@ class GradientAccumulationOptimizer(Wrapper):
         opt: keras.optimizers.Optimizer,
         num_mini_batches: int,
         dtype: DTypeLike = None,
-        reduction_method: Any = "sum",
+        reduction_method: enum.Enum | str = "sum",
         name: str | None = None,
     ) -> None:
         if isinstance(num_mini_batches, bool) or num_mini_batches < 1:
@@ -87,7 +88,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 f"Received: num_mini_batches={num_mini_batches!r}."
             )
         super().__init__(opt, name)
-        reduction = Reduction.parse(getattr(reduction_method, "value", reduction_method))
+        reduction = Reduction.parse(reduction_method)
         self.accumulation = Accumulation(num_mini_batches, dtype=dtype, reduction=reduction)
 
     def check_alone(self) -> None:
@@ -110,6 +111,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 "A GradientAccumulationOptimizer was saved without the function that chooses dtypes "
                 "of accumulators: a loaded one has those of the variables."
             )
+        # Names, not objects: Keras writes the configuration as JSON.
         return {
             **super().get_config(),
             "num_mini_batches": self.accumulation.microbatches,
@@ -200,6 +202,7 @@ class MapGradientOptimizer(Wrapper):
 def chain_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """An optimizer and those inside it, through wrappers and loss scalers, outermost first."""
     found = [optimizer]
+    # Keras' own scaler is no wrapper of ours, but others may be inside and outside of it.
     while isinstance(optimizer, Wrapper | keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
         found.append(optimizer)
@@ -217,7 +220,7 @@ def wrappers_by_scale(optimizer: keras.optimizers.Optimizer) -> tuple[list[Wrapp
     return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
 
 
-def accumulation_of(optimizer: Any) -> Accumulation | None:
+def accumulation_of(optimizer: keras.optimizers.Optimizer | None) -> Accumulation | None:
     """The accumulation of a `GradientAccumulationOptimizer`, which must be the outermost wrapper."""
     for number, wrapper in enumerate(wrappers_of(optimizer)):
         if not isinstance(wrapper, GradientAccumulationOptimizer):

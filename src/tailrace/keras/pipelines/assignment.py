@@ -18,7 +18,7 @@ from tailrace.keras.pipelines.assignment_classes import (
     assigned,
     plain_stages,
 )
-from tailrace.keras.pipelines.graph import Call, Tensor, flow_of, has_flow, run_flow
+from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, has_flow, run_flow
 from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.settings.options import Settings
 from tailrace.pipeline.balance_cuts import balanced_cut
@@ -111,13 +111,13 @@ def balanced(model: keras.Model, stages: int) -> list[Any]:
     cut = balanced_cut(costs, stages)
     numbers = iter(np.searchsorted(cut, range(len(layers)), side="right").tolist())
 
-    def fill(part: Any) -> Any:
+    def fill(part: Flow) -> list[Any]:
         return [fill(one) if hasattr(one, "tree") else next(numbers) for one in part.tree]
 
     return fill(flow)
 
 
-def _costs(model: keras.Model, flow: Any, layers: list[Call]) -> list[float]:
+def _costs(model: keras.Model, flow: Flow, layers: list[Call]) -> list[float]:
     """The approximate number of multiplications of each layer call, per example."""
     shapes: dict[Tensor, tuple[int, ...]] = {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.pipelines.graph import Flow, flow_of, has_flow
+from tailrace.keras.pipelines.graph import Call, Flow, flow_of, has_flow
 from tailrace.keras.pipelines.stage_scope import CALLS, MADE
 from tailrace.keras.pipelines.staged_forward import Opened, by_call, called_layers, check_order
 
@@ -184,6 +184,7 @@ def check_no_gaps(stages: Any) -> int:
     missing = [stage for stage in range(highest) if stage not in used]
     if missing:
         raise ProgramError(
+            # In the words of the original, spelling included: programs match them.
             f"All stages in a pipeline must have at lease one layer assigned to them. The highest "
             f"stage with an assignment is stage {highest}, however the preceeding stages {missing} "
             f"had no assignments."
@@ -199,7 +200,7 @@ def noted_stages(model: keras.Model) -> list[Any] | None:
     """The stages in which a Functional model's layers were created or called; None if none."""
     taken: dict[int, int] = {}
 
-    def one(part: Any) -> Any:
+    def one(part: Flow | Call) -> Any:
         if isinstance(part, Flow):
             return [one(inner) for inner in part.tree]
         layer = part.operation

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.counts import member_named
 from tailrace.errors import OptionError, PlanError, ProgramError
 from tailrace.keras.data.batch_counts import Counts, counted
 from tailrace.keras.optimizers.wrappers import accumulation_of
@@ -25,6 +26,7 @@ from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.step.accumulation import Accumulation, Reduction
+from tailrace.taps.tap import Observe
 
 _staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
 """The staged forward passes of models being traced, by the id of the model."""
@@ -49,16 +51,13 @@ class MetricReduction(enum.StrEnum):
     MEAN = "mean"
 
     @classmethod
-    def parse(cls, value: Any) -> MetricReduction:
+    def parse(cls, value: enum.Enum | str) -> MetricReduction:
         """The member named `value`, in upper or lower case."""
-        name = value.value if isinstance(value, enum.Enum) else value
-        try:
-            return cls(str(name).lower())
-        except ValueError:
-            raise OptionError(
-                f"Cannot parse {value!r} as a ReplicatedMetricReductionMethod. Valid values are: "
-                f"{', '.join(map(repr, map(str, cls)))}."
-            ) from None
+        return cls(value.value if isinstance(value, enum.Enum) else value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> MetricReduction:
+        return member_named(cls, value, "A reduction of metrics")
 
 
 def positive(name: str, value: object) -> int:
@@ -119,7 +118,7 @@ class Settings:
         self.model = model
         self.replicas = replicas
         self.options = Options()
-        self.observe: Any = ()
+        self.observe: Observe = ()
         self.run_dir: Any = None
         self.fingerprint = False
         self.seen: Seen | None = None
@@ -272,6 +271,7 @@ class Settings:
             ),
             "dtype": (options.gradient_accumulation_dtype, (None,)),
         }
+        # A value that the pipeline has too, or the default, is not worth a word.
         given = [f"{n}={v!r}" for n, (v, same) in unused.items() if v not in same]
         if given:
             note_once(
@@ -296,6 +296,7 @@ class Settings:
     @contextlib.contextmanager
     def differentiating(self, layout: Any) -> Iterator[Seen]:
         """A context in which an evaluation step is traced as a training step."""
+        # Put back, not cleared: contexts may be nested.
         before = self.seen, self.layout
         self.seen, self.layout = Seen(), layout
         try:

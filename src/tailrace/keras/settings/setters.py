@@ -5,11 +5,13 @@ Later calls merge: options that are not given keep their values.
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
+from tailrace.data.counts import member_named
 from tailrace.errors import OptionError
 from tailrace.keras.settings.options import MetricReduction, Options, Settings, positive
 from tailrace.messages import note_once
@@ -70,7 +72,7 @@ class Setters:
     def set_gradient_accumulation_options(
         self,
         gradient_accumulation_steps_per_replica: int | None = None,
-        gradient_accumulation_reduction_method: Any = None,
+        gradient_accumulation_reduction_method: enum.Enum | str | None = None,
         use_v2_gradient_accumulation_optimizer: bool | None = None,
         dtype: DTypeLike = None,
         **optimizer_kwargs: Any,
@@ -117,10 +119,10 @@ class Setters:
         gradient_accumulation_steps_per_replica: int | None = None,
         device_mapping: list[int] | None = None,
         accumulate_outfeed: bool | None = None,
-        gradient_accumulation_reduction_method: Any = None,
-        pipeline_schedule: Any = None,
-        schedule: Any = None,
-        recomputation_mode: Any = None,
+        gradient_accumulation_reduction_method: enum.Enum | str | None = None,
+        pipeline_schedule: enum.Enum | str | None = None,
+        schedule: enum.Enum | str | None = None,
+        recomputation_mode: enum.Enum | str | None = None,
         gradient_accumulation_dtype: DTypeLike = None,
         accumulate_outfeed_dtype: DTypeLike = None,
         **pipelining_kwargs: Any,
@@ -237,7 +239,9 @@ class Setters:
             _note_chip(name)
         self.forget_programs()
 
-    def set_replication_options(self, replicated_metric_reduction_method: Any = "merged") -> None:
+    def set_replication_options(
+        self, replicated_metric_reduction_method: enum.Enum | str = "merged"
+    ) -> None:
         """Set how metrics of several replicas are combined: see `tk.MetricReduction`.
 
         Raises:
@@ -266,18 +270,13 @@ def _memory_options(options: Options, given: dict[str, Any]) -> list[str]:
     return [name for name in given if name not in _MEMORY]
 
 
-def _reduction(value: Any) -> str:
+def _reduction(value: enum.Enum | str) -> str:
     return str(Reduction.parse(value))
 
 
 def _schedule(value: object) -> PipelineSchedule:
-    name = getattr(value, "name", value)
-    try:
-        return PipelineSchedule(str(name).lower())
-    except ValueError:
-        raise OptionError(
-            f"A pipeline schedule is 'grouped', 'interleaved' or 'sequential'. Received: {value!r}."
-        ) from None
+    # Here it is an option of the model: an `OptionError`, not the `PlanError` of a plan.
+    return member_named(PipelineSchedule, getattr(value, "name", value), "A pipeline schedule")
 
 
 def _check_pipelining_kwarg(name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tailrace.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.layer_order import layers
 from tailrace.page.layers import LayerMap
@@ -47,9 +48,9 @@ def _without_gradient(names: list[str], late: np.ndarray) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             "no gradient",
-            f"{_listed(silent)} {'is' if len(silent) == 1 else 'are'} exactly zero in the last part "
-            f"of the run: these parameters do not train. A stop_gradient, a branch that is never "
-            f"taken, or dead units before them are the usual causes.",
+            f"{listed([*map(repr, silent)])} {'is' if len(silent) == 1 else 'are'} exactly zero in "
+            f"the last part of the run: these parameters do not train. A stop_gradient, a branch that "
+            f"is never taken, or dead units before them are the usual causes.",
             silent[0],
         )
 
@@ -123,8 +124,3 @@ def _leading(flags: np.ndarray) -> int:
     """The number of leading true flags."""
     # All layers alike are no trend from some layer on.
     return int(np.argmin(flags)) if not flags.all() else 0
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + more

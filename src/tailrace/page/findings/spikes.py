@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tailrace.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number
@@ -29,15 +30,13 @@ def spike_findings(followed: FollowedRun) -> Iterator[Finding]:
     if not search.rows:
         return
     first, when = int(steps[search.rows[0]]), [int(steps[row]) for row in search.rows]
-    listed = ", ".join(map(str, when[:MOST_LISTED]))
-    more = f" and {len(when) - MOST_LISTED:,} more" if len(when) > MOST_LISTED else ""
-    where = (
-        f"once, in step {first}" if len(when) == 1 else f"{len(when):,} times, in steps {listed}"
-    )
+    where = f"{len(when):,} times, in steps {listed([*map(str, when)], MOST_LISTED)}"
+    if len(when) == 1:
+        where = f"once, in step {first}"
     yield Finding(
         Severity.WARNING,
         "loss spikes",
-        f"The loss spikes {where}{more}: {number(loss[search.rows[0]])} in step {first}, "
+        f"The loss spikes {where}: {number(loss[search.rows[0]])} in step {first}, "
         f"{number(search.scores[0], 3)} deviations above the median of the steps before it. "
         f"trainer.explain_step({first}, dataset, checkpoint=...) shows which rows caused it.",
         step=first,

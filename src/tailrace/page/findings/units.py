@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from tailrace.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.layers import LayerMap, plain_name
 
@@ -81,5 +82,4 @@ def _layers_first(found: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def _shares(found: list[tuple[float, str]]) -> str:
-    named = ", ".join(f"{name!r} ({100 * share:.0f} %)" for share, name in found[:MOST_NAMED])
-    return named + (f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else "")
+    return listed([f"{name!r} ({100 * share:.0f} %)" for share, name in found], MOST_NAMED)

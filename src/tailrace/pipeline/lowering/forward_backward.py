@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tailrace.data.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.internals import ClosedJaxpr, Var, form_of
 from tailrace.jaxprs.operations import checkpoint_of
 from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
@@ -42,11 +43,15 @@ def recomputation_checkpoint(values: Tree) -> Tree:
     Args:
         values: a tree of arrays.
 
+    Raises:
+        PipelineError: there is something else in it.
+
     >>> import tailrace as tr
     >>> import jax.numpy as jnp
     >>> float(tr.recomputation_checkpoint(jnp.float32(2.0)))
     2.0
     """
+    check_arrays("tr.recomputation_checkpoint takes", values, error=PipelineError)
     return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)
 
 

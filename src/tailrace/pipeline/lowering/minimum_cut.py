@@ -1,17 +1,20 @@
 """The lightest set of nodes that separates one side of a graph from the other.
 
-Dinic's algorithm, on nodes that have weights instead of edges: each is split into a way in and a way
-out, and the edge between them has its weight. The graphs of a pipeline are shallow (values that are
-computed from each other between two matrix products), so few rounds are needed.
+A minimum cut is found from a maximum flow, which SciPy computes. It knows capacities of edges only, so
+each node is split into a way in and a way out, and the edge between them has the node's weight.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
+
 Node = TypeVar("Node", bound=Hashable)
+
+UNLIMITED = 2**31 - 1
+"""SciPy's capacities are of 32 bits. The sum of all nodes is kept below: only nodes are cut."""
 
 
 def minimum_cut(
@@ -27,95 +30,32 @@ def minimum_cut(
     >>> minimum_cut({"a": 3, "b": 1, "c": 2}, [("a", "b"), ("b", "c")], ["a"], ["c"])
     {'b'}
     """
+    if not weights:  # a backward that reads parameters and inputs alone
+        return set()
+    # Imported here: it takes 0.2 s, and only pipelines need it.
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     number = {node: index for index, node in enumerate(weights)}
-    network = _Network(2 * len(number) + 2)
     start, end = 2 * len(number), 2 * len(number) + 1
-    # Only nodes are cut, never edges: the capacity of an edge exceeds the sum of all nodes.
-    unlimited = sum(weights.values()) + 1
-    for node, index in number.items():
-        network.connect(2 * index, 2 * index + 1, weights[node])
+    # From 1 GiB on, weights are counted in larger units, rounded up. A power of two: sizes of arrays
+    # are multiples of large ones, so that few are rounded at all.
+    unit = 1 << max(0, sum(weights.values()).bit_length() - 30)
+    # By pair of ends, since SciPy adds up the capacities of equal edges, beyond 32 bits.
+    capacity = {(2 * n, 2 * n + 1): -(-weights[node] // unit) for node, n in number.items()}
     for before, after in edges:
-        network.connect(2 * number[before] + 1, 2 * number[after], unlimited)
+        capacity[2 * number[before] + 1, 2 * number[after]] = UNLIMITED
     for node in sources:
-        network.connect(start, 2 * number[node], unlimited)
+        capacity[start, 2 * number[node]] = UNLIMITED
     for node in targets:
-        network.connect(2 * number[node] + 1, end, unlimited)
-    network.fill(start, end)
+        capacity[2 * number[node] + 1, end] = UNLIMITED
+    values, ends = np.fromiter(capacity.values(), np.int32), np.array([*capacity]).T
+    network = coo_array((values, ends), shape=(end + 1, end + 1)).tocsr()
+    room = network - maximum_flow(network, start, end).flow
+    room.eliminate_zeros()
     # Nearest to the targets: then the least is left to recompute after the cut. A node is in the
     # cut if its output side reaches the end and its input side does not: the edge in between is
     # saturated.
-    near = network.reaching(end)
-    return {
-        node for node, index in number.items() if 2 * index + 1 in near and 2 * index not in near
-    }
-
-
-class _Network:
-    """A network that flow is sent through; the edge with number n ^ 1 goes back along edge n."""
-
-    def __init__(self, count: int) -> None:
-        self.ends: list[int] = []
-        self.room: list[int] = []
-        self.leaving: list[list[int]] = [[] for _ in range(count)]
-
-    def connect(self, start: int, end: int, room: int) -> None:
-        for here, there, amount in ((start, end, room), (end, start, 0)):
-            self.leaving[here].append(len(self.ends))
-            self.ends.append(there)
-            self.room.append(amount)
-
-    def fill(self, start: int, end: int) -> None:
-        """Send as much flow as possible."""
-        while (levels := self._levels(start))[end] >= 0:
-            self._send(start, end, levels, [0] * len(self.leaving))
-
-    def reaching(self, end: int) -> set[int]:
-        """The nodes from which more could still be sent to `end`."""
-        found, waiting = {end}, deque([end])
-        while waiting:
-            for edge in self.leaving[waiting.popleft()]:
-                if self.room[edge ^ 1] and self.ends[edge] not in found:
-                    found.add(self.ends[edge])
-                    waiting.append(self.ends[edge])
-        return found
-
-    def _levels(self, start: int) -> list[int]:
-        """The distance of each node from `start` along edges with capacity; -1 if unreachable."""
-        levels = [-1] * len(self.leaving)
-        levels[start] = 0
-        waiting = deque([start])
-        while waiting:
-            here = waiting.popleft()
-            for edge in self.leaving[here]:
-                if self.room[edge] and levels[self.ends[edge]] < 0:
-                    levels[self.ends[edge]] = levels[here] + 1
-                    waiting.append(self.ends[edge])
-        return levels
-
-    def _send(self, start: int, end: int, levels: list[int], tried: list[int]) -> None:
-        """Saturate all shortest paths; `tried` counts the dead ends among the edges of each node."""
-        path: list[int] = []
-        here = start
-        while True:
-            if here == end:
-                amount = min(self.room[edge] for edge in path)
-                for edge in path:
-                    self.room[edge] -= amount
-                    self.room[edge ^ 1] += amount
-                # Continue from the first saturated edge; the path before it can be reused.
-                full = next(place for place, edge in enumerate(path) if not self.room[edge])
-                here = self.ends[path[full] ^ 1]
-                del path[full:]
-            elif tried[here] < len(self.leaving[here]):
-                edge = self.leaving[here][tried[here]]
-                there = self.ends[edge]
-                if self.room[edge] and levels[there] == levels[here] + 1:
-                    path.append(edge)
-                    here = there
-                else:
-                    tried[here] += 1
-            elif path:  # a dead end: step back, and do not try this edge again in this round
-                here = self.ends[path.pop() ^ 1]
-                tried[here] += 1
-            else:
-                return
+    reached = breadth_first_order(room.T.tocsr(), end, return_predecessors=False)
+    near = set(reached.tolist())
+    return {node for node, n in number.items() if 2 * n + 1 in near and 2 * n not in near}

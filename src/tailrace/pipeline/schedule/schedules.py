@@ -10,7 +10,6 @@ ticks, and a schedule is the set of rotations of that row that may run concurren
 stash, bubble) follows from these two lines.
 """
 
-import difflib
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.data.counts import member_named
 from tailrace.errors import PlanError
 
 
@@ -48,22 +48,7 @@ class PipelineSchedule(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "PipelineSchedule":
-        # `StrEnum` looks up exact values only; "Grouped" and " grouped" are what users write.
-        if isinstance(value, str):
-            for member in cls:
-                if member.value == value.strip().lower():
-                    return member
-        raise PlanError(_unknown_schedule(value))
-
-
-def _unknown_schedule(value: object) -> str:
-    names = [member.value for member in PipelineSchedule]
-    text = (
-        f"A pipeline schedule is one of {', '.join(map(repr, names))} "
-        f"(or a member of PipelineSchedule); received {value!r}."
-    )
-    near = difflib.get_close_matches(str(value).lower(), names, n=1)
-    return f"{text} Did you mean {near[0]!r}?" if near else text
+        return member_named(cls, value, "A pipeline schedule", error=PlanError)
 
 
 class Phases(NamedTuple):

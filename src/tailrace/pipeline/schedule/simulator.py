@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.data.counts import member_named
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.costs import Costs, Times, costs_of
 from tailrace.pipeline.schedule.free_run import free_running
@@ -43,11 +44,7 @@ class SimulationMode(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "SimulationMode":
-        for member in cls:
-            if isinstance(value, str) and member.value == value.strip().lower():
-                return member
-        names = ", ".join(repr(member.value) for member in cls)
-        raise PlanError(f"A simulation mode is one of {names}; received {value!r}.")
+        return member_named(cls, value, "A simulation mode", error=PlanError)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tailrace.program.memory.host_memory import after_accumulation, in_parts
 from tailrace.program.memory.optimizer_state import StateKeeping, is_tapped
 from tailrace.program.memory.update_graph import PIECE, WHOLE, Evaluation, UpdateGraph, Value
 from tailrace.program.step.train_state import TrainState
-from tailrace.program.step.update_rule import apply_rule
+from tailrace.program.step.update_rule import Optimizer, apply_rule
 from tailrace.taps.tap import AnyTap
 
 
@@ -42,7 +42,7 @@ class HeldUpdate:
     def __init__(
         self,
         keeping: StateKeeping,
-        optimizer: Any,
+        optimizer: Optimizer,
         taps: Sequence[AnyTap],
         grads: Tree,
         state: TrainState,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, member_named
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
@@ -38,16 +38,13 @@ class Reduction(enum.StrEnum):
     RUNNING_MEAN = "running_mean"
 
     @classmethod
-    def parse(cls, value: Reduction | str) -> Reduction:
+    def parse(cls, value: enum.Enum | str) -> Reduction:
         """The member named `value`, in upper or lower case; members of other libraries' enums too."""
-        name = value.name if isinstance(value, enum.Enum) else value
-        try:
-            return cls(str(name).lower())
-        except ValueError:
-            raise OptionError(
-                f"Cannot parse {value!r} as a reduction of gradients. Valid values are: "
-                f"{', '.join(map(repr, map(str, cls)))}."
-            ) from None
+        return cls(value.name if isinstance(value, enum.Enum) else value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reduction:
+        return member_named(cls, value, "A reduction of gradients")
 
 
 @dataclasses.dataclass(frozen=True)

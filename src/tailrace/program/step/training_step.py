@@ -42,7 +42,7 @@ from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
-from tailrace.program.step.update_rule import apply_rule
+from tailrace.program.step.update_rule import Optimizer, apply_rule
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
 
@@ -93,7 +93,7 @@ class Step(ABC):
     """
 
     loss_fn: Callable[..., Any]
-    optimizer: Any
+    optimizer: Optimizer
     accumulation: Accumulation
     has_model_state: bool
     scalars: OutfeedQueue

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,17 @@ from tailrace.program.step import loss_scale as scaling
 from tailrace.spans.scopes import OPTIMIZER
 
 
+class Optimizer(Protocol):
+    """An optax transformation, or an object with `init` and `apply`; see `TrainingStep`."""
+
+    @property
+    def init(self) -> Callable[..., Tree]:
+        """Makes the state for parameters."""
+        ...
+
+
 def apply_rule(
-    optimizer: Any,
+    optimizer: Optimizer,
     grads: Tree,
     state: Tree,
     params: Tree,
@@ -38,7 +48,7 @@ def apply_rule(
 
 
 def _applied(
-    optimizer: Any, grads: Tree, state: Tree, params: Tree, loss: jax.Array | None
+    optimizer: Optimizer, grads: Tree, state: Tree, params: Tree, loss: jax.Array | None
 ) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope(OPTIMIZER):
@@ -51,7 +61,8 @@ def _applied(
 
         with jax.named_scope(OPTIMIZER):
             extra = {} if loss is None else {"value": loss}
-            updates, new_state = optimizer.update(grads, state, params, **extra)
+            transformation = cast("optax.GradientTransformationExtraArgs", optimizer)
+            updates, new_state = transformation.update(grads, state, params, **extra)
             after = optax.apply_updates(params, updates)
     return updates, after, jax.tree.map(_keep_dtype, state, new_state)
 

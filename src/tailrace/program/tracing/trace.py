@@ -15,6 +15,7 @@ from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
 from tailrace.jaxprs import internals, jax_seams
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.control import jit_of, scan_of
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn
 from tailrace.jaxprs.marks import FORWARD, ProgramTrace, path_name, tracing
@@ -55,13 +56,12 @@ class Traced:
                 queue.deliver(out.structure, list(value), valid, out.loops, self.replicas)
 
 
-def trace_program(
-    function: Callable[..., Any], args: Sequence[Any], replicas: int = 1, what: str = "the function"
-) -> Traced:
+def trace_program(function: Callable[..., Any], args: Sequence[Any], replicas: int = 1) -> Traced:
     """Trace `function(*args)` into a program and check its feeds."""
     # Here, because every program passes here: a JAX that behaves differently is an error, not a
     # wrong result.
     jax_seams.check()
+    check_arrays("A program takes", tuple(args), convertible=False)
     with_paths, in_structure = jax.tree_util.tree_flatten_with_path(tuple(args))
     context = ProgramTrace(replicas=replicas)
     out_form: list[Any] = []
@@ -69,6 +69,7 @@ def trace_program(
     def flat(*leaves: jax.Array) -> list[Any]:
         with tracing(context):
             out = function(*jax.tree.unflatten(in_structure, leaves))
+        check_arrays("A program returns", out, convertible=False)
         out_paths, structure = jax.tree_util.tree_flatten_with_path(out)
         out_form[:] = [structure, tuple(path_name(path) for path, _ in out_paths)]
         return [leaf for _, leaf in out_paths]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.messages import shown
 from tailrace.records.record import Record
 
@@ -130,7 +131,7 @@ def first_row(
     )
 
 
-def _fields(one: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def _fields(one: Tree, other: Tree) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """The comparable parts of two records' values: statistics, or leaves of a tree."""
     if isinstance(one, np.ndarray) and one.dtype.names:
         for name in one.dtype.names:

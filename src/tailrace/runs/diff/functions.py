@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import DTypeLike
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
@@ -32,9 +34,9 @@ class Called:
     """
 
     function: Callable[..., Any]
-    batch: Any
+    batch: Tree
     device: Device | int | str | None = None
-    dtype: Any = None
+    dtype: DTypeLike = None
 
     @functools.cached_property
     def args(self) -> tuple[Any, ...]:
@@ -49,7 +51,7 @@ class Called:
         if not jnp.issubdtype(wanted, jnp.floating):
             raise OptionError(f"dtypes are floats, or None. Received: {self.dtype!r}.")
 
-        def cast(leaf: Any) -> Any:
+        def cast(leaf: jax.Array) -> jax.Array:
             return leaf.astype(wanted) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
         return jax.tree.map(lambda leaf: cast(jnp.asarray(leaf)), args)

@@ -14,6 +14,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.records.history import History
 from tailrace.records.record import Record
+from tailrace.records.records import HasRecords
 from tailrace.runs.diff.difference import Difference, common_rows, completed, first_row, rank_of
 from tailrace.runs.diff.functions import Called, diff_functions
 from tailrace.runs.diff.renaming import Names, renamed
@@ -110,7 +111,7 @@ def _opened(value: object) -> Any:
 
 
 def _diff_runs(
-    first: Any, second: Any, names: Names | None, rtol: float, atol: float
+    first: HasRecords, second: HasRecords, names: Names | None, rtol: float, atol: float
 ) -> Difference:
     ours = _series(first)
     theirs = renamed(_series(second), names)
@@ -136,7 +137,7 @@ def _diff_runs(
     return completed(found, common, ours, theirs)
 
 
-def _series(run: Any) -> dict[tuple[str, str], Callable[[], Record]]:
+def _series(run: HasRecords) -> dict[tuple[str, str], Callable[[], Record]]:
     """Records and metrics of a run, read one at a time."""
     records, history = run.records, getattr(run, "history", None)
     if not isinstance(history, History):  # front ends have other kinds of history

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import abc
 import io
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.float_formats import FORMATS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#1b6ca8", "#c0562b", "#3d8f5a", "#8b5fa8")
 """One for each format."""
@@ -22,10 +27,10 @@ class Picture(abc.ABC):
     """Something with a matplotlib figure; shows itself in a notebook."""
 
     @abc.abstractmethod
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The picture, as a matplotlib figure."""
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture; the suffix selects the format (.png, .svg, .pdf)."""
         save_figure(self.figure(), path)
 
@@ -33,7 +38,7 @@ class Picture(abc.ABC):
         return svg_text(self.figure())
 
 
-def new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Figure:
     """A matplotlib figure, in inches."""
     try:
         from matplotlib.figure import Figure
@@ -42,7 +47,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=110)  # not pyplot: no window, no global state
 
 
-def draw_formats(strip: Any, axes: Any, low: float, high: float) -> None:
+def draw_formats(strip: Axes, axes: Axes, low: float, high: float) -> None:
     """Draw the ranges of formats as lines in `strip`, and their limits in `axes`."""
     strip.set_xlim(low, high)
     strip.set_ylim(len(FORMATS) - 0.4, -0.9)
@@ -61,7 +66,7 @@ def draw_formats(strip: Any, axes: Any, low: float, high: float) -> None:
                 axes.axvline(end, color=colour, lw=0.8, ls=style, zorder=0)
 
 
-def exponent_ticks(axes: Any, low: float, high: float, zero: float) -> None:
+def exponent_ticks(axes: Axes, low: float, high: float, zero: float) -> None:
     """Ticks at round exponents, and one for the column of zeros."""
     ticks = np.arange(-150, 140, 10 if high - low > 40 else 5)
     ticks = ticks[(ticks > zero + 0.06 * (high - low)) & (ticks < high)]
@@ -72,7 +77,7 @@ def exponent_ticks(axes: Any, low: float, high: float, zero: float) -> None:
     )
 
 
-def svg_text(figure: Any) -> str:
+def svg_text(figure: Figure) -> str:
     """A figure as SVG; deterministic."""
     from matplotlib import rc_context
 
@@ -83,7 +88,7 @@ def svg_text(figure: Any) -> str:
     return text.getvalue()
 
 
-def save_figure(figure: Any, path: Any) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure; the suffix selects the format."""
     path = Path(path)
     endings = sorted(figure.canvas.get_supported_filetypes())

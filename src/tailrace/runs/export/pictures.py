@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,11 +11,14 @@ from tailrace.errors import OptionError, SelectionError
 from tailrace.messages import counted, shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.record import Record
-from tailrace.records.records import Records
+from tailrace.records.records import HasRecords, Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.catalogue import Catalogue, Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_COLUMNS = 400
 """The most columns of a heat map; further steps share a column."""
@@ -53,7 +56,7 @@ class ExponentHistogram(Picture):
         head = f"{int(counts.sum()):,} values of {tensors}, {when}: {special}."
         return [head, *format_sentences(counts)]
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The picture, as a matplotlib figure."""
         figure = new_figure(9, 5.8)
         axes = figure.add_axes((0.09, 0.34, 0.88, 0.42))
@@ -81,7 +84,7 @@ class ExponentHistogram(Picture):
 
 
 def histogram(
-    source: Any, select: Select = "grad/*", steps: slice = slice(None)
+    source: HasRecords | Records, select: Select = "grad/*", steps: slice = slice(None)
 ) -> ExponentHistogram:
     """The histogram of all selected tensors together.
 
@@ -99,7 +102,7 @@ def histogram(
 
 
 def histograms_of(
-    source: Any, select: Select = "grad/*", steps: slice = slice(None)
+    source: HasRecords | Records, select: Select = "grad/*", steps: slice = slice(None)
 ) -> list[ExponentHistogram]:
     """The histogram of each selected tensor; see `histogram`."""
     records: Records = source if isinstance(source, Records) else source.records
@@ -180,7 +183,7 @@ class Heatmap(Picture):
         when = f"step {first}" if last <= first else f"steps {first} to {last}"
         return f"{self.what} of {', '.join(map(shown, kinds))}, {when}"
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The picture, as a matplotlib figure."""
         rows = len(self.names)
         figure = new_figure(9, 1.6 + 0.22 * min(rows, MOST_LABELS))
@@ -236,7 +239,7 @@ def _round_steps(steps: np.ndarray) -> list[int]:
 
 
 def heatmap(
-    source: Any,
+    source: HasRecords | Records,
     select: Select = "grad/*",
     field: str = "std",
     steps: slice = slice(None),
@@ -293,7 +296,7 @@ def _one_number(record: Record, field: str) -> tuple[np.ndarray, np.ndarray]:
     return record.steps, flat.mean(axis=1)  # layers of a scanned stack: their mean
 
 
-def catalogue_of(source: Any) -> Catalogue:
+def catalogue_of(source: object) -> Catalogue:
     """The tensors of a run, which say in which order the model has them; empty for records."""
     found = getattr(source, "catalogue", None)
     return found if isinstance(found, Catalogue) else Catalogue(())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.messages import shown
 from tailrace.records.exponents import BIAS
+from tailrace.records.records import HasRecords, Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.export.pictures import ExponentHistogram, histograms_of
 from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROW = 0.36
 """The height of a row in inches."""
@@ -32,7 +37,7 @@ class ExponentRidges(Picture):
     rows: tuple[ExponentHistogram, ...]
     title: str = "Gradient histograms"
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The picture, as a matplotlib figure."""
         names = [_short(row.names[0]) for row in self.rows]
         height = 2.2 + ROW * len(self.rows)
@@ -66,7 +71,7 @@ class ExponentRidges(Picture):
 
     @staticmethod
     def _draw(
-        axes: Any, number: int, counts: np.ndarray, ends: tuple[int, int], top: float
+        axes: Axes, number: int, counts: np.ndarray, ends: tuple[int, int], top: float
     ) -> None:
         low, high = ends
         exponents = np.arange(low, high + 1)
@@ -95,7 +100,9 @@ def _short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
 
 
-def ridges(source: Any, select: Select = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
+def ridges(
+    source: HasRecords | Records, select: Select = "grad/*", steps: slice = slice(None)
+) -> ExponentRidges:
     """The histogram of each selected tensor, in one picture; see `pictures.histogram`."""
     rows = histograms_of(source, select, steps)
     kinds = {row.names[0].split("/")[0] for row in rows}

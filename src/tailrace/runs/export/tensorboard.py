@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ from tailrace.records.records import Records
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 BIAS = 127
 MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
@@ -64,7 +67,7 @@ def write_events(
     return count
 
 
-def _write_record(writer: Any, tag: str, record: Record, every: int) -> int:
+def _write_record(writer: SummaryWriter, tag: str, record: Record, every: int) -> int:
     # Every n-th recorded step: a periodic tap has few, of which n may divide none.
     steps = np.unique(record.steps)[every - 1 :: every]
     if record.kind == "histogram" and np.shape(record.values)[-1:] == (NUM_BINS,):
@@ -107,7 +110,7 @@ def _by_step(
     return [(int(step), float(merge(piece))) for step, piece in zip(found, pieces, strict=True)]
 
 
-def _write_histogram(writer: Any, tag: str, counts: np.ndarray, step: int) -> None:
+def _write_histogram(writer: SummaryWriter, tag: str, counts: np.ndarray, step: int) -> None:
     finite = counts[:INF_BIN].astype(np.float64)
     there = np.flatnonzero(finite)
     total = float(counts.sum())

@@ -1,4 +1,8 @@
-"""Files that are complete or absent, even after a power failure."""
+"""Files that are complete or absent, even after a power failure.
+
+The standard library renames atomically and no more; packages for atomic writing sync one file after the
+other, and open by path. Here many files are synced together, relative to a directory that is held open.
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any
 
-from zarr.abc.store import Store
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
 from tailrace.data.files import read_bytes, read_limit
@@ -40,7 +40,9 @@ class DirectoryStore(Store, abc.ABC):
             raise NotImplementedError("A run is written by its writer alone.")
         return RunStore(self.root, self.limit)
 
-    def read_file(self, key: str, prototype: Any, byte_range: Any) -> Any:
+    def read_file(
+        self, key: str, prototype: BufferPrototype | None, byte_range: ByteRequest | None
+    ) -> Buffer | None:
         """The content of a file; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
@@ -52,8 +54,8 @@ class DirectoryStore(Store, abc.ABC):
         return (prototype or default_buffer_prototype()).buffer.from_bytes(found)
 
     async def get_partial_values(
-        self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]
-    ) -> list[Any]:
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
         """Several files."""
         return [await self.get(key, prototype, part) for key, part in key_ranges]
 
@@ -88,7 +90,12 @@ class DirectoryStore(Store, abc.ABC):
 class RunStore(DirectoryStore):
     """The files of a run directory for reading."""
 
-    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """The content of a file; None if there is none."""
         return self.read_file(key, prototype, byte_range)
 
@@ -96,7 +103,7 @@ class RunStore(DirectoryStore):
         """Whether there is such a file."""
         return (self.root / key).is_file()
 
-    async def set(self, key: str, value: object) -> None:
+    async def set(self, key: str, value: Buffer) -> None:
         """Nothing is written here."""
         self._check_writable()
 
@@ -115,7 +122,7 @@ class BufferedStore(DirectoryStore):
     def __init__(self, directory: HeldDirectory) -> None:
         super().__init__(directory.path, read_only=False)
         self._directory = directory
-        self._held: dict[str, Any] = {}  # Zarr's buffers, by the names of files
+        self._held: dict[str, Buffer] = {}  # Zarr's buffers, by the names of files
 
     def flush(self, last: str) -> None:
         """Sync everything to disk; the file `last` only after the rest.
@@ -129,7 +136,12 @@ class BufferedStore(DirectoryStore):
         self._held.clear()
         put_files(self._directory, {last: final})
 
-    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """The latest content, buffered or not."""
         if key not in self._held or byte_range is not None:
             return self.read_file(key, prototype, byte_range)
@@ -139,11 +151,11 @@ class BufferedStore(DirectoryStore):
         """Whether a file exists or is buffered."""
         return key in self._held or (self.root / key).is_file()
 
-    async def set(self, key: str, value: object) -> None:
+    async def set(self, key: str, value: Buffer) -> None:
         """Buffer a file."""
         self._held[key] = value
 
-    async def set_if_not_exists(self, key: str, value: object) -> None:
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Buffer a file unless it exists."""
         if not await self.exists(key):
             await self.set(key, value)

@@ -43,6 +43,7 @@ class ValidationTable:
         """Buffer the values of one validation; those that it lacks are NaN."""
         columns, rows = self.columns, {"step": np.array([validated.step])}
         for name, value in validated.values.items():
+            # Numbered columns: a name may have letters that no file name has.
             if name not in self._numbers:
                 number = self._numbers[name] = len(self._numbers)
                 about = {"long_name": f"val_{name}"}
@@ -59,6 +60,7 @@ def read_validations(directory: Path, root: ZarrGroup) -> tuple[np.ndarray, dict
 
     Empty for a run without validations, or one that was written before they were kept.
     """
+    # A `ValueError` in here is reported as damage to this table.
     with describing(directory, GROUP):
         count = int(root.attrs["committed"].get(GROUP, 0))
         if count < 0:

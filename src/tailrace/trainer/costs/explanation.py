@@ -12,6 +12,7 @@ from tailrace.messages import counted, size_text
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.step.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,21 @@ def flops_of(compiled: Any) -> float:
     # Some versions of JAX return a list with an entry for each device.
     cost = cost[0] if isinstance(cost, list | tuple) else cost
     return float(cost.get("flops", 0.0))
+
+
+def state_bytes(form: TrainState, keeping: StateKeeping | None) -> dict[str, int]:
+    """The bytes of a training state on each device, by what they hold.
+
+    Args:
+        form: the shapes of the state.
+        keeping: how optimizer state is held; None for replicated on the devices.
+    """
+    held = tree_bytes(form.optimizer_state) if keeping is None else keeping.device_bytes
+    return {
+        "parameters": tree_bytes(form.params),
+        "optimizer state": held,
+        "model state": tree_bytes(form.model_state),
+    }
 
 
 def tree_bytes(tree: Tree) -> int:

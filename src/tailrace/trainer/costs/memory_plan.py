@@ -48,7 +48,7 @@ def placement_of(pipeline: Pipeline | None, replicas: int | None) -> Placement:
 
 
 def plan_memory(
-    forms: Any,
+    forms: Tree,
     placement: Placement,
     taps: Sequence[Any],
     *,
@@ -98,7 +98,7 @@ def plan_memory(
     return MemoryPlan(keeping, held, decisions)
 
 
-def on_host(value: Any) -> Any:
+def on_host(value: jax.Array) -> jax.Array | np.ndarray:
     """A copy in host memory; random keys are unchanged."""
     # NumPy has no dtype for random keys.
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

@@ -15,7 +15,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.train_state import TrainState
-from tailrace.trainer.costs.explanation import explain, tree_bytes
+from tailrace.trainer.costs.explanation import explain, state_bytes
 from tailrace.trainer.costs.memory_plan import MemoryPlan
 from tailrace.trainer.executions import Ticket
 
@@ -99,6 +99,7 @@ def describe_shortage(
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     wanted = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", said)
     asked = f" when {wanted[1]} more were asked for" if wanted else ""
+    # What a user must know next: whether the same trainer can go on.
     kept = (
         f"The trainer is as it was before this execution, at step {engine.step}."
         if (_is_whole(engine) if survived is None else survived)
@@ -112,17 +113,10 @@ def describe_shortage(
 
 def _parts(engine: Training, length: int) -> dict[str, int]:
     """Bytes on each device by purpose, largest first."""
-    form, keeping = engine.form, engine.memory.keeping
-    sizes = {
-        "parameters": tree_bytes(form.params),
-        "optimizer state": tree_bytes(form.optimizer_state)
-        if keeping is None
-        else keeping.device_bytes,
-        "model state": tree_bytes(form.model_state),
-    }
+    sizes = state_bytes(engine.form, engine.memory.keeping)
     try:  # XLA knows the rest, if the program could be compiled
         found = explain(engine.runner, engine.loop_state, length, {}, None).parts
-    except Exception:
+    except Exception:  # this describes an error: another one must not take its place
         found = {}
     for theirs, ours in (
         ("elements", "elements of the execution"),

@@ -41,6 +41,8 @@ class Metric(Protocol):
 RULES = ("mean", "sum", "max", "min", "last")
 
 Rule = str | Metric | Callable[[np.ndarray], Any]
+Combine = Rule | Mapping[str, Rule] | None
+"""What `combine=` of evaluations is: one rule, rules by name, or None for the defaults."""
 
 
 class Combined:
@@ -50,7 +52,7 @@ class Combined:
         combine: one rule, rules by name, or None for those of the table above.
     """
 
-    def __init__(self, combine: Rule | Mapping[str, Rule] | None) -> None:
+    def __init__(self, combine: Combine) -> None:
         self._combine = combine
         self._collectors: dict[str, _Collector] = {}
         for rule in combine.values() if isinstance(combine, Mapping) else (combine,):

@@ -29,7 +29,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
 from tailrace.taps.frame import Emission
-from tailrace.trainer.evaluation.combining import Combined
+from tailrace.trainer.evaluation.combining import Combine, Combined
 
 MOST_RUNNERS = 16
 """The most cached programs: a new lambda for each call would otherwise fill the memory."""
@@ -43,7 +43,11 @@ class Evaluator:
         self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
 
     def evaluate(
-        self, dataset: object, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
+        self,
+        dataset: object,
+        fn: Callable[..., Any] | None,
+        read: tuple[Tree, Tree],
+        combine: Combine,
     ) -> dict[str, Any]:
         """The combined values of `fn` over all batches, by name."""
         combined = Combined(combine)

@@ -60,6 +60,7 @@ class ProgressBar(ProgressView):
 
     def __enter__(self) -> ProgressBar:
         if self._shown:
+            # Imported here: without a terminal nothing of it is needed.
             from rich import progress
             from rich.console import Console
 
@@ -83,6 +84,7 @@ class ProgressBar(ProgressView):
     def advance(self, steps: int, losses: np.ndarray) -> None:
         """Some more steps are done, with these losses, a row a step; the last one is shown."""
         if self._bar is not None:
+            # rich's estimate from the last 30 s. A mean since the start would count compiling in.
             speed = self._bar.tasks[self._task].speed
             rate = f"{speed:,.0f} steps/s" if speed else ""
             self._bar.update(

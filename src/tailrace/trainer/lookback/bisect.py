@@ -11,16 +11,11 @@ import numpy as np
 from tailrace.errors import CheckpointError
 from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.reader import Run
-from tailrace.taps.bit_digests import digest, joined
+from tailrace.taps.bit_digests import bit_digest, joined
 from tailrace.taps.tap import Tap
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
-
-
-def bits(value: object) -> Any:
-    """What is kept of a tensor to compare it: the digest of its bits."""
-    return digest(value, "bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +69,7 @@ def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
             f"trained without. Train with fit(checkpoint=...)."
         )
     start = nearest(where, step)
-    taps = [Tap("*", reduce=bits)]
+    taps = [Tap("*", reduce=bit_digest)]
     return Rerun(trainer.engine, taps, dataset, *start.fit(), start.directory.directory)
 
 

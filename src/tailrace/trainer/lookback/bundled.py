@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import jax
 import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
-from tailrace.taps.tap import parse_taps
+from tailrace.taps.tap import Observe, parse_taps
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.replay import Replay
@@ -19,7 +18,7 @@ from tailrace.trainer.observation.bundles import elements_in, read_bundle
 
 
 def replay_bundle(
-    engine: Engine, bundle: str | os.PathLike[str], example: Tree, observe: Any
+    engine: Engine, bundle: str | os.PathLike[str], example: Tree, observe: Observe
 ) -> Replay:
     """Run the step of a bundle; see `tr.Trainer.replay_bundle`."""
     arrays, note = read_bundle(bundle)

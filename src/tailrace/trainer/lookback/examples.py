@@ -82,7 +82,7 @@ def example_gradients(
     rows, places = examples_of(elements, spec)
 
     def measured(chunk: int) -> dict[str, np.ndarray]:
-        def compute(values: Tree, model_state: Tree, batch: Tree, _: Any) -> Any:
+        def compute(values: Tree, model_state: Tree, batch: Tree, _: object) -> Any:
             if chunk == 1:
                 # Without `vmap`, which some operations have no rule for.
                 return one(values, model_state, jax.tree.map(lambda leaf: leaf[0], batch))
@@ -127,7 +127,7 @@ def chunk_of(rows: int, params: Tree) -> int:
     return next((n for n in range(most, 0, -1) if rows % n == 0), 1)
 
 
-def input_norm(row: Any) -> float:
+def input_norm(row: Tree) -> float:
     """The norm of the floats in a row; 0 if there are none.
 
     >>> input_norm({"x": np.array([3.0, 4.0]), "label": np.array([7])})

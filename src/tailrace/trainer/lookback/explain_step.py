@@ -157,10 +157,11 @@ def _numbered(
 ) -> np.ndarray:
     """Rows with their numbers in the dataset and their scores; those that stand out most first."""
     rows = np.zeros(len(found), ROW)
-    for name in ("position", "loss", "gradient_norm", "alignment", "input_norm"):
+    for name in EXAMPLE.names or ():
         rows[name] = found[name]
     epoch, first, count = reading or (0, 0, 0)
-    rows["element"], rows["row"] = first + found["element"], -1
+    rows["element"] += first  # in the pass over the dataset, not in the step
+    rows["row"] = -1
     numbers = rows_read(dataset, epoch, first, count)
     if numbers is not None:
         rows["row"] = numbers[found["element"], found["position"]]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from tailrace.data.trees import Tree
+from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.bundled import replay_bundle
@@ -35,7 +35,7 @@ class LookingBack:
         step: int,
         dataset: object,
         *,
-        observe: Any = (),
+        observe: Observe = (),
         checkpoint: Checkpoint | str | os.PathLike[str],
     ) -> Replay:
         """Run a past step again, observe it with any taps, and prove that it equals the original.
@@ -173,7 +173,7 @@ class LookingBack:
         return proved
 
     def replay_bundle(
-        self, bundle: str | os.PathLike[str], example: Tree, *, observe: Any = ()
+        self, bundle: str | os.PathLike[str], example: Tree, *, observe: Observe = ()
     ) -> Replay:
         """Run a bad step from the bundle that `tr.stop_on_nonfinite(bundle=dir)` wrote.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tailrace.messages import note_once
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.records import Record, Records
 from tailrace.runs.info import RUN_FILE
+from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept, described
@@ -83,7 +84,7 @@ class Replay(Mapping[Any, Record]):
         self.evidence = ", ".join(dict.fromkeys(compared))
         self.proved = not differences if compared else None
 
-    def __getitem__(self, name: Any) -> Record:
+    def __getitem__(self, name: str | tuple[str, str]) -> Record:
         return self._records[name]
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,7 +115,7 @@ def replay(
     engine: Engine,
     step: int,
     dataset: object,
-    observe: Any,
+    observe: Observe,
     checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None = None,
@@ -349,15 +350,38 @@ def recorded_in(
     recorded: Recorded,
     engine: Engine,
 ) -> Recorded:
-    """What later checkpoints know of a step: each keeps the history of its fit."""
-    count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+    """What is recorded, with what later checkpoints of a trainer know of a step."""
+
+    def read(kept: Kept) -> tuple[Mapping[str, np.ndarray], int]:
+        arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()
+        return arrays, int(note["fit"]["progress"]["first_step"])
+
+    parts = engine.accumulation.microbatches, engine.placement.replicas
+    return with_later_history(recorded, directory, step, read, parts)
+
+
+def with_later_history(
+    recorded: Recorded,
+    directory: CheckpointDirectory,
+    step: int,
+    read: Callable[[Kept], tuple[Mapping[str, np.ndarray], int]],
+    parts: tuple[int, int],
+) -> Recorded:
+    """What is recorded, with the history of a step in a later checkpoint: each has that of its fit.
+
+    Args:
+        recorded: what is known already; it is added to.
+        directory: the checkpoints.
+        step: the step.
+        read: returns the arrays of a checkpoint, and the first step of its fit.
+        parts: the numbers of microbatches and replicas.
+    """
     # Newest first: each has the history of its whole fit, and the latest has the most of it.
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
         try:
-            arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()
+            arrays, first = read(kept)
         except orbax_files.DamagedCheckpoint:
             continue  # an earlier one may know the step too
-        first = int(note["fit"]["progress"]["first_step"])
         if first <= step:
-            return recorded.add_history(history_of(arrays, first, count, replicas))
+            return recorded.add_history(history_of(arrays, first, *parts))
     return recorded

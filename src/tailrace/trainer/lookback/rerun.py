@@ -16,9 +16,10 @@ from tailrace.errors import CheckpointError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.jaxprs.internals import key_generator
 from tailrace.program.running.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.taps.tap import StopOnNonfinite, parse_taps
+from tailrace.taps.tap import Observe, StopOnNonfinite, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.checkpoints.together import own_position
@@ -45,7 +46,7 @@ class Rerun:
     def __init__(
         self,
         engine: Engine,
-        observe: Any,
+        observe: Observe,
         dataset: object,
         arrays: Mapping[str, np.ndarray],
         note: Mapping[str, Any],
@@ -184,7 +185,7 @@ class RunnerPair:
         return results
 
 
-def looking_back(taps: Sequence[Any], observe: Any) -> list[Any]:
+def looking_back(taps: Sequence[Any], observe: Observe) -> list[Any]:
     """The taps of a replay: those asked for, and what made the training skip steps."""
     # A guard that skips changes the state, so a replay without it would take another way. One that
     # stops changes nothing.
@@ -192,7 +193,7 @@ def looking_back(taps: Sequence[Any], observe: Any) -> list[Any]:
     return [*parse_taps(observe), *guards]
 
 
-def twin_of(engine: Engine, observe: Any) -> Engine:
+def twin_of(engine: Engine, observe: Observe) -> Engine:
     """An engine for the same model, with other taps; its state is still to be set."""
     observe = looking_back(engine.taps, observe)
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
@@ -206,7 +207,7 @@ def twin_of(engine: Engine, observe: Any) -> Engine:
 def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     # The values of the checkpoint replace it; only shape and dtype matter.
     if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=form.dtype.name[4:-1]), form.shape)
+        return jax.random.split(jax.random.key(0, impl=key_generator(form.dtype)), form.shape)
     return np.zeros(form.shape, form.dtype)
 
 

@@ -23,6 +23,7 @@ def bind(loss_fn: Any, params: Tree, model_state: Tree) -> tuple[Binding, Any]:
     >>> bind(len, {"w": 1.0}, None)[0].params
     {'w': 1.0}
     """
+    # Stages first: a list of modules is also a tree of them, which Equinox and NNX take as one model.
     pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
     if pipeline is not None and _fits(pipeline, params) and _fits(pipeline, model_state or params):
         stages = StagesBinding(pipeline, params, model_state, bind_one)

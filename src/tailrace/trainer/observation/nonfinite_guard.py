@@ -15,6 +15,7 @@ from tailrace.devices.processes.distributed import process_index
 from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.messages import listed
 from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
@@ -175,7 +176,7 @@ def diagnose(
         number_of_row = _row_in_dataset(infeed, reading, place, culprit.row)
         culprit = dataclasses.replace(culprit, dataset_row=number_of_row)
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names
-    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
+    shown = listed([*map(repr, names)])
     which = f"step {number}" + (f", replica {replica}" if replicas > 1 else "")
     if culprit is not None and microbatches > 1:
         which += f", microbatch {culprit.microbatch}"
@@ -192,7 +193,7 @@ def diagnose(
     return error
 
 
-def _row_in_dataset(feed: Any, reading: tuple[int, int, int], place: int, row: int) -> int:
+def _row_in_dataset(feed: object, reading: tuple[int, int, int], place: int, row: int) -> int:
     """The number in the dataset of a row of the element at `place` of an execution; -1 for none."""
     if not isinstance(feed, InfeedQueue) or row < 0:
         return -1

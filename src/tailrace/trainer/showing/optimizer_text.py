@@ -12,7 +12,7 @@ MOST = 40
 """Parts that are named; a deeper nest of functions is cut off."""
 
 
-def optimizer_text(optimizer: Any) -> str:
+def optimizer_text(optimizer: object) -> str:
     """What an optimizer does, part by part, with its numbers.
 
     >>> import optax
@@ -121,9 +121,9 @@ def _call(name: str, closed: dict[str, Any]) -> str:
     return f"{name}({inside})"
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return _qualname(function).split(".")[0] or type(function).__name__
 
 
-def _qualname(function: Any) -> str:
+def _qualname(function: object) -> str:
     return getattr(function, "__qualname__", "")

@@ -12,7 +12,7 @@ from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import shown, size_text
 from tailrace.records.html_table import html_table
-from tailrace.trainer.costs.explanation import tree_bytes
+from tailrace.trainer.costs.explanation import state_bytes, tree_bytes
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
@@ -93,12 +93,7 @@ def summarise(engine: Engine) -> Summary:
     form = engine.form
     leaves = jax.tree_util.tree_flatten_with_path(form.params)[0]
     named = [(path_name(path) or "params", leaf) for path, leaf in leaves]
-    keeping = engine.memory.keeping
-    memory = {
-        "parameters": tree_bytes(form.params),
-        "optimizer state": keeping.device_bytes if keeping else tree_bytes(form.optimizer_state),
-        "model state": tree_bytes(form.model_state),
-    }
+    memory = state_bytes(form, engine.memory.keeping)
     flops = None
     if engine.has_program:
         flops = model_flops(engine.runner.traced.jaxpr.eqns) * engine.placement.replicas

@@ -1,0 +1,70 @@
+"""Checks that what users pass is a tree of arrays.
+
+JAX refuses a string or an object where it first meets it, in terms of its own internals. These checks
+come before, and name the function that was called and the leaf.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import ProgramError, TailraceError
+
+_REFUSED = (TypeError, ValueError, OverflowError)
+"""What JAX raises for a value that is no array."""
+
+
+def not_an_array(
+    tree: object, *, convertible: bool = False
+) -> tuple[tuple[Any, ...], object] | None:
+    """The first leaf that is neither an array nor a number, with its path; None if there is none.
+
+    Args:
+        tree: any tree.
+        convertible: whether a leaf that JAX converts to an array, such as a variable of Keras, is one.
+
+    >>> not_an_array({"x": 1.0, "y": (2, "a")})
+    ((DictKey(key='y'), SequenceKey(idx=1)), 'a')
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            jax.typeof(leaf)
+        except _REFUSED:
+            if not (convertible and _is_convertible(leaf)):
+                return path, leaf
+    return None
+
+
+def check_arrays(
+    rule: str, tree: object, *, convertible: bool = True, error: type[TailraceError] = ProgramError
+) -> None:
+    """Check that a tree has only arrays and numbers.
+
+    Args:
+        rule: the start of the message, such as "tr.repeat carries".
+        tree: what was given.
+        convertible: whether what JAX converts to an array is one.
+        error: the error class to raise.
+
+    >>> check_arrays("tr.repeat carries", [1.0, "a"])
+    Traceback (most recent call last):
+    tailrace.errors.ProgramError: tr.repeat carries trees of arrays and numbers. Received: str at [1]. \
+Leave it out, or close over it in the function.
+    """
+    if (found := not_an_array(tree, convertible=convertible)) is not None:
+        path, leaf = found
+        where = f" at {jax.tree_util.keystr(path)}" if path else ""
+        raise error(
+            f"{rule} trees of arrays and numbers. Received: {type(leaf).__name__}{where}. Leave it "
+            f"out, or close over it in the function."
+        )
+
+
+def _is_convertible(leaf: object) -> bool:
+    # By its methods: `jnp.asarray` takes strings for names of dtypes first. An array of NumPy that JAX
+    # has refused has a dtype that it does not know.
+    own = isinstance(leaf, np.ndarray | np.generic)
+    return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "__array__") and not own)
