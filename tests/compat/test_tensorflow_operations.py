@@ -283,6 +283,18 @@ CASES = {
     "compat.v1.losses.sigmoid_cross_entropy": [(SHARES, LOGITS)],
     "compat.v1.losses.mean_squared_error": [(A, B), (A, B, 0.5)],
     "compat.v1.losses.absolute_difference": [(A, B)],
+    "compat.v1.losses.huber_loss": [(A, B), (A, B, 0.5)],
+    "compat.v1.losses.log_loss": [(SHARES, SHARES)],
+    "compat.v1.where": [(A > 0, A, B), (A[:, 0] > 0, A, B), (A[:, 0] > 0, A[:, 0], B[:, 0])],
+    "compat.v1.expand_dims": [(A, 1)],
+    "compat.v1.nn.softmax": [(LOGITS,), (LOGITS, 0)],
+    "compat.v1.nn.log_softmax": [(LOGITS,), (LOGITS, 0)],
+    "compat.v1.nn.moments": [(IMAGE, [0, 1, 2])],
+    "compat.v1.nn.in_top_k": [(LOGITS, LABELS, 2)],
+    "compat.v1.nn.max_pool": [(IMAGE, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")],
+    "compat.v1.nn.avg_pool": [(IMAGE, [1, 3, 3, 1], [1, 2, 2, 1], "SAME")],
+    "compat.v1.nn.conv1d": [(IMAGE[0], KERNEL[0], 1, "SAME")],
+    "compat.v1.nn.bias_add": [(A, A[0])],
     "compat.v1.div": [(A, B), (np.int32([7, -7]), np.int32([2, 2]))],
 }
 
@@ -303,6 +315,8 @@ ELSEWHERE = {
     **dict.fromkeys([p for p in OPERATIONS if p.startswith("debugging.")], "programs"),
     **dict.fromkeys([p for p in OPERATIONS if p.startswith("random.")], "drawn"),
     "nn.dropout": "drawn",
+    "compat.v1.nn.dropout": "drawn",
+    "compat.v1.while_loop": "tensors",
 }
 """What has tests of its own."""
 

@@ -24,3 +24,9 @@ DatasetLike = Any
 
 SeedLike = Any
 """An int, a sequence or an array of ints, a generator of Keras, or None for the next seed."""
+
+SessionLike = Any
+"""A `tf.compat.v1.Session`; None for the one around."""
+
+Index = Any
+"""What an array is indexed by: a number, a slice, an array, or a tuple of them."""

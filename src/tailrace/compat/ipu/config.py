@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import (
@@ -81,7 +81,7 @@ class _OnClassOrObject:
         self._function = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, obj: object, owner: Any = None) -> Any:
+    def __get__(self, obj: object, owner: Callable[[], Any]) -> Any:
         return self._function.__get__(owner() if obj is None else obj)
 
 
@@ -182,6 +182,7 @@ class IPUConfig(Category):
 def _flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        # Options for the chip's compiler are dicts themselves, and no category.
         if isinstance(value, dict) and not key.endswith("poplar_options"):
             flat |= _flattened(value, f"{prefix}{key}.")
         else:
@@ -201,6 +202,7 @@ class _System:
     found: list[Any] | None
 
 
+# One for the process, as in the original.
 _system: _System | None = None
 
 
@@ -245,12 +247,17 @@ def configure_ipu_system(
                 )
             logger.info("The devices are configured anew, with another configuration.")
         reset_ipu_configuration()
+    # After the reset, which gives back what a configuration before this one took.
     found = devices.available()
     groups = _groups(config, found)
     # A copy: changing `config` afterwards configures nothing.
     _system = _System(IPUConfig.from_dict(config.to_dict()), groups, devices.chosen())
+    # Trainers and Keras models use the first logical device; a program of another ordinal switches
+    # for its own call (`CompiledOp.__call__`).
     devices.use(groups[0])
     for name, option, value in config.options():
+        # Noted rather than refused: programs set such options to make room on the chip, and compute the
+        # same without them.
         if option.only_there and value != option.default:
             note_once(
                 f"IPUConfig.{name} = {value!r} is about the original chip and changes nothing here."
@@ -274,7 +281,7 @@ def reset_ipu_configuration() -> None:
     _system = None
 
 
-def get_ipu_config(session: Any = None) -> list[IPUConfig]:
+def get_ipu_config(session: object = None) -> list[IPUConfig]:
     """The configuration that is in force, in a list as in the original.
 
     Args:
@@ -365,6 +372,7 @@ def _check_rules(config: IPUConfig) -> None:
             f"Received: {processes.process_index}."
         )
     kind = config.device_connection.type
+    # These compile for a chip that is not attached: nothing here could run the result.
     if kind in (DeviceConnectionType.PRE_COMPILE, DeviceConnectionType.NEVER):
         raise IPUValueError(
             f"device_connection.type = {kind} compiles programs without a device. Here the compiled "
@@ -372,8 +380,8 @@ def _check_rules(config: IPUConfig) -> None:
         )
 
 
-def _entries(value: Any, zero_counts: bool = False) -> list[int]:
-    entries = list(value) if isinstance(value, list | tuple) else [value]
+def _entries(value: int | Sequence[int], zero_counts: bool = False) -> list[int]:
+    entries: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     for entry in entries:
         if (
             not isinstance(entry, int)

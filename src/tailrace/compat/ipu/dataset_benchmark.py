@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.ipu.errors import (
     InvalidArgumentError,
@@ -62,6 +60,7 @@ def dataset_benchmark(
     ):
         if count < 1:
             raise IPUValueError(f"{name} must be at least 1. Received: {count}.")
+    # By what it can do, not by its class: the engine reads loaders and generators as well.
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         raise IPUTypeError(
             f"Expected `dataset` to be a dataset. Received: {type(dataset).__name__}."
@@ -77,17 +76,19 @@ def dataset_benchmark(
     except DataExhausted as error:
         raise OutOfRangeError(f"The benchmark reached the end of the dataset. {error}") from error
     except DataError as error:
+        # The engine has one error for data that cannot be fed; the original names this case apart.
         if "size 0" not in str(error):
             raise
         raise InvalidArgumentError(
             f"Detected a tensor in the dataset with a dimension of size 0. Please remove it from the "
             f"inputs. {error}"
         ) from error
+    # As the original's operation has it: a list of one tensor, which a session returns as it is.
     return [ResultText(text)]
 
 
 def infeed_benchmark(
-    infeed_queue: Any,
+    infeed_queue: IPUInfeedQueue,
     number_of_epochs: int,
     elements_per_epochs: int,
     print_stats: bool = True,

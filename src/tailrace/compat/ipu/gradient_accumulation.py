@@ -42,6 +42,7 @@ class GradientAccumulationReductionMethod(enum.Enum):
         """
         if isinstance(value, cls):
             return value
+        # The original takes names in either case.
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         raise IPUValueError(

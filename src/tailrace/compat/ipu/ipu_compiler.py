@@ -90,9 +90,11 @@ class CompiledOp:
         self, computation: Callable[..., Any], inputs: list[Any], plain: bool = False
     ) -> None:
         self.computation, self.inputs, self._plain = computation, inputs, plain
+        # Of the scope in which it is made, as in the original; it may be called outside of it.
         self._ordinal = current_ordinal()
         self._versions: dict[Hashable, Callable[..., Any]] = {}
         self._numbers_known = False
+        # For all versions: an optimizer made inside keeps its state when inputs of another form come.
         self._keep = Keep()
 
     def value(self, feed: Feed) -> Any:
@@ -105,7 +107,7 @@ class CompiledOp:
             feed[id(self)] = self(*evaluated(self.inputs, feed))
         return feed[id(self)]
 
-    def __getitem__(self, key: Any) -> Deferred:
+    def __getitem__(self, key: int | slice) -> Deferred:
         """One of its results, for a session to run."""
         return Deferred(lambda feed: self.value(feed)[key], "result")
 
@@ -132,6 +134,7 @@ class CompiledOp:
         devices.use(group)
         try:
             return self._run(given, tuple(device.id for device in group))
+        # JAX names a tracer and a page of its own; the user has called an operation of another library.
         except jax.errors.TracerArrayConversionError as error:
             raise IPUTypeError(_FOREIGN.format(where=user_line(error))) from error
         except jax.errors.TracerBoolConversionError:
@@ -148,6 +151,7 @@ class CompiledOp:
                 f"An infeed dataset iterator has failed. {error}"
             ) from error
         except FeedError as error:
+            # Other errors of feeds are about this program alone, and already say what to change.
             if "one structure" not in str(error) and "one shape" not in str(error):
                 raise
             raise FailedPreconditionError(

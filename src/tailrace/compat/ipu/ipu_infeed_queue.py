@@ -21,6 +21,7 @@ from tailrace.compat.ipu.errors import (
 )
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, inside
+from tailrace.compat.nests import leaves
 from tailrace.compat.originals.missing import missing_from
 from tailrace.data.array_like import DTypeLike
 from tailrace.data.trees import Tree
@@ -78,6 +79,7 @@ class IPUInfeedQueue:
         self.device_ordinal = check_ordinal(device_ordinal)
         self.prefetch_depth = _check_depth(prefetch_depth)
         self.optimise_latency = bool(optimise_latency)
+        # Programs list the infeeds that they read by this number.
         self.id = next(_numbers)
         self.dataset = dataset
         self.dequeued = False
@@ -98,6 +100,7 @@ class IPUInfeedQueue:
                 "The IPUInfeedQueue `initializer` function can only be accessed once."
             )
         if self._queue is None:
+            # Not when the queue is made: only what is initialized opens its dataset.
             self._queue = InfeedQueue(self.dataset)
         else:  # programs compiled for the queue keep using it
             self._queue.restart()
@@ -164,6 +167,7 @@ class IPUInfeedQueue:
         scope = current()
         if scope is not None:
             scope.found.infeeds[self.id] = self
+        # Replicas take elements in turn: a queue cannot serve programs of different numbers of them.
         if replicas is not None and queue.replicas not in (None, replicas):
             raise FailedPreconditionError(
                 f"Infeed with id='{self.id}' was already set up with replication factor "
@@ -172,6 +176,7 @@ class IPUInfeedQueue:
         try:
             spec = queue.spec()
         except DataError as error:
+            # The engine has one error for data that cannot be fed; the original names this case apart.
             if "dim of size 0" not in str(error):
                 raise
             raise InvalidArgumentError(
@@ -192,7 +197,7 @@ def check_dtype(dtype: DTypeLike, index: int) -> None:
         )
 
 
-def check_ordinal(ordinal: Any) -> int | None:
+def check_ordinal(ordinal: object) -> int | None:
     """The number of a logical device, checked as the feeds do."""
     if ordinal is None:
         return None
@@ -203,7 +208,7 @@ def check_ordinal(ordinal: Any) -> int | None:
     return ordinal
 
 
-def _check_depth(depth: Any) -> int:
+def _check_depth(depth: int | None) -> int:
     if not depth:  # 0 as well, as in the original
         return 3
     if depth < 0:
@@ -217,7 +222,7 @@ def _check_static(dataset: DatasetLike) -> None:
     spec = getattr(dataset, "element_spec", None)
     if spec is None:
         return
-    for leaf in _leaves(spec):
+    for leaf in leaves(spec):
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, list | tuple) and any(isinstance(dim, list | tuple) for dim in shape):
             raise IPUValueError("Nested list/tuple input shapes are not supported")
@@ -229,14 +234,6 @@ def _check_static(dataset: DatasetLike) -> None:
             )
 
 
-def _leaves(spec: Any) -> list[Any]:
-    if isinstance(spec, dict):
-        return [leaf for value in spec.values() for leaf in _leaves(value)]
-    if isinstance(spec, list | tuple):
-        return [leaf for value in spec for leaf in _leaves(value)]
-    return [spec]
-
-
 def arguments_of(element: Tree) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments that an element supplies: a list by position, a lone dict by name.
 
@@ -244,6 +241,8 @@ def arguments_of(element: Tree) -> tuple[Sequence[Any], dict[str, Any]]:
     (([1, 2], {}), ([], {'a': 1}), ([3], {}))
     """
     items = list(element) if isinstance(element, list | tuple) else [element]
+    # The original's rule: only a dict that is the whole element is passed by name; one among others is
+    # an argument.
     lone = items[0] if len(items) == 1 else None
     if isinstance(lone, dict) and all(isinstance(key, str) for key in lone):
         return [], dict(lone)

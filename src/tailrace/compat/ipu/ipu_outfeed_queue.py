@@ -16,11 +16,11 @@ from tailrace.compat.ipu.errors import (
     IPURuntimeError,
     IPUValueError,
 )
-from tailrace.compat.ipu.graph.host_tensors import delivered
-from tailrace.compat.ipu.graph.operations import Operation, Undelivered
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered, delivered
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
+from tailrace.compat.nests import leaves, map_leaves, rebuild
 from tailrace.compat.originals.missing import missing_from
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
@@ -65,7 +65,7 @@ class Enqueued(Operation):
         super().__init__("outfeed enqueue")
         self.values = values
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: int | str | slice) -> Any:
         return self.values[key]
 
 
@@ -152,12 +152,12 @@ class IPUOutfeedQueue:
             raise IPUValueError("An outfeed can only be enqueued once.")
         # The entry lives as long as the trace: an id may be used again by a later one.
         trace.feeds.append(_Entered(self._traces, id(trace)))
-        leaves: list[Any] = []
-        form = _taken_apart(tensors, leaves)
-        if not leaves:
+        # The form is kept, not the tensors: those belong to this trace.
+        form, found = map_leaves(lambda _: None, tensors), leaves(tensors)
+        if not found:
             raise IPUValueError(f"There is nothing to enqueue in {tensors!r}.")
-        leaves = [as_array(leaf) for leaf in leaves]
-        for index, leaf in enumerate(leaves):
+        found = [as_array(leaf) for leaf in found]
+        for index, leaf in enumerate(found):
             check_dtype(leaf.dtype, index)
             if 0 in leaf.shape:
                 raise InvalidArgumentError(
@@ -168,8 +168,8 @@ class IPUOutfeedQueue:
         # The first look only shows which variables there are; its values are never sent.
         if scope is None or not scope.looking:
             self._form, self._thread = form, threading.get_ident()
-            leaves = list(self._queue.enqueue(tuple(leaves)))
-        return Enqueued(_put_together(form, iter(leaves)))
+            found = list(self._queue.enqueue(tuple(found)))
+        return Enqueued(rebuild(form, iter(found)))
 
     @property
     def enqueued(self) -> bool:
@@ -195,7 +195,7 @@ class IPUOutfeedQueue:
         if self._form is _NEVER:
             return Undelivered(self)
         try:
-            leaves = self._queue.dequeue()
+            found = self._queue.dequeue()
         except FeedError as error:
             if self.outfeed_mode is IPUOutfeedMode.LAST:
                 raise FailedPreconditionError(
@@ -203,7 +203,7 @@ class IPUOutfeedQueue:
                     f"{error}"
                 ) from error
             return []
-        return _put_together(self._form, map(delivered, leaves))
+        return rebuild(self._form, map(delivered, found))
 
     def __len__(self) -> int:
         """How many elements wait."""
@@ -253,10 +253,10 @@ class IPUOutfeedQueue:
         Args:
             tensors: a nest of arrays whose first dimension counts the elements.
         """
-        leaves: list[Any] = []
-        self._form = _taken_apart(tensors, leaves)
+        found = leaves(tensors)
+        self._form = map_leaves(lambda _: None, tensors)
         self._enqueued = True
-        self._queue.deliver(jax.tree.structure(tuple(leaves)), leaves, None, 1, 1)
+        self._queue.deliver(jax.tree.structure(tuple(found)), found, None, 1, 1)
 
 
 class ScopedIPUOutfeedQueue(IPUOutfeedQueue):
@@ -305,13 +305,12 @@ class IPUOutfeedQueueIterator:
         for element in self._waiting:
             return element
         block: Any = self._outfeed_queue.dequeue()
-        leaves: list[Any] = []
-        form = _taken_apart(block, leaves)
-        if not leaves or not len(leaves[0]):
+        found = leaves(block)
+        if not found or not len(found[0]):
             raise StopIteration
         # With the ellipsis a row of numbers is an array of no dimensions, not a number.
-        rows = ([leaf[i, ...] for leaf in leaves] for i in range(len(leaves[0])))
-        self._waiting = (_put_together(form, iter(row)) for row in rows)
+        rows = ([leaf[i, ...] for leaf in found] for i in range(len(found[0])))
+        self._waiting = (rebuild(block, iter(row)) for row in rows)
         return next(self._waiting)
 
 
@@ -324,30 +323,6 @@ class _Entered:
 
     def __del__(self) -> None:
         self._traces.discard(self._trace)
-
-
-# -- nests in the order of their making (JAX sorts the keys of a dict) -----------------------------
-
-
-def _taken_apart(nest: Tree, leaves: list[Any]) -> Any:
-    if isinstance(nest, dict):
-        return {key: _taken_apart(value, leaves) for key, value in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_taken_apart(value, leaves) for value in nest))
-    if isinstance(nest, list | tuple):
-        return type(nest)(_taken_apart(value, leaves) for value in nest)
-    leaves.append(nest)
-    return None
-
-
-def _put_together(form: Tree, leaves: Iterator[Any]) -> Any:
-    if isinstance(form, dict):
-        return {key: _put_together(value, leaves) for key, value in form.items()}
-    if isinstance(form, tuple) and hasattr(form, "_fields"):
-        return type(form)(*(_put_together(value, leaves) for value in form))
-    if isinstance(form, list | tuple):
-        return type(form)(_put_together(value, leaves) for value in form)
-    return next(leaves)
 
 
 __getattr__, __dir__ = missing_from(__name__)

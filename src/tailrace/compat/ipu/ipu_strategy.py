@@ -21,6 +21,7 @@ from tailrace.compat.ipu.strategy.calls import Calls, is_array
 from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
 from tailrace.compat.ipu.strategy.older_steps import adapt
+from tailrace.compat.nests import leaves
 from tailrace.compat.originals.missing import missing_from
 from tailrace.data.trees import Tree
 from tailrace.keras.adopt import take_over
@@ -94,6 +95,7 @@ class IPUStrategyV1(Strategy):
         """
         if not self._extensions:
             return
+        # The trainer takes the devices of the process, which are those of the first logical device.
         if self._ordinal:
             raise IPUValueError(
                 f"Keras models train on the first logical device. This strategy is for "
@@ -112,7 +114,7 @@ class IPUStrategyV1(Strategy):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: object = None,
     ) -> Any:
         """Run a device function in one program.
 
@@ -133,11 +135,13 @@ class IPUStrategyV1(Strategy):
         if not callable(fn):
             raise IPUValueError(f"strategy.run takes a function. Received: {type(fn).__name__}.")
         fn, kwargs = _own_function(fn), kwargs or {}
+        # As the original does, where JAX would make it float32 without a word.
         for value in (*args, *kwargs.values()):
             if is_array(value) and np.dtype(value.dtype) == np.float64:
                 raise IPUTypeError("Unsupported data type for input: float64. Cast it to float32.")
         with ipu_scope(self._device):
             out = self._calls(fn, args, kwargs)
+        # `run` returns a single value by itself; a compiled program returns a list, as a session did.
         return out[0] if isinstance(out, list) and len(out) == 1 else out
 
     def experimental_run_v2(self, *_: Any, **__: Any) -> Any:
@@ -148,7 +152,7 @@ class IPUStrategyV1(Strategy):
         """
         raise IPURuntimeError("experimental_run_v2 is not available: use strategy.run.")
 
-    def all_reduce(self, reduce_op: Any, value: object) -> Any:
+    def all_reduce(self, reduce_op: object, value: object) -> Any:
         """The sum or the mean of a value over replicas, inside a device function.
 
         Args:
@@ -220,6 +224,7 @@ class _Settings(Settings):
                 f"for a Keras model: {kind.__name__}. Use ipu.keras.optimizers; to scale the loss, "
                 f"keras.optimizers.LossScaleOptimizer."
             )
+        # Keras 3 has no `minimize`: an optimizer that has it defines it, and `fit` would not call it.
         if hasattr(kind, "minimize"):
             raise IPUValueError(
                 f"The optimizer must not override OptimizerV2.minimize: an execution computes the "
@@ -261,14 +266,7 @@ class _Settings(Settings):
         if stages is None:
             return 1
         used = self.options.pipelining_device_mapping
-        return config.shards_of(max(_numbers(stages) if used is None else used, default=0))
-
-
-def _numbers(stages: Any) -> list[int]:
-    """Every stage number in an assignment, however it is nested."""
-    if isinstance(stages, list | tuple):
-        return [number for part in stages for number in _numbers(part)]
-    return [stages]
+        return config.shards_of(max(leaves(stages) if used is None else used, default=0))
 
 
 _averaging = Scopes("ipu_averaging_gradients")

@@ -31,18 +31,19 @@ class NeedsNumber(ProgramError):
     """A fed loop whose length is a value of the program: it must be known when it is compiled."""
 
 
-def as_count(n: Any) -> Any:
+def as_count(n: TensorLike) -> Any:
     """A count as an integer, unless it is a value of the program that is being traced."""
     n = value_of(n) if is_variable(n) else n
     if isinstance(n, Tracer):
         return n
+    # A float count is a mistake that `int` would hide: 2.5 passes.
     if np.ndim(n) or not np.issubdtype(np.asarray(n).dtype, np.integer):
         raise IPUTypeError(f"A count is an integer. Received: {n!r}.")
     return int(n)
 
 
 def repeat(
-    n: Any,
+    n: TensorLike,
     body: Callable[..., Any],
     inputs: TensorLike = None,
     infeed_queue: IPUInfeedQueue | None = None,
@@ -127,6 +128,7 @@ def while_loop(
     loop = _Loop(body, inputs, infeed_queue, "loop body")
     _check_arity(condition, len(loop.inputs), (), {}, "loop condition")
     most = maximum_iterations
+    # All elements of an execution are staged before it starts, so an unbounded loop needs a bound here.
     if infeed_queue is not None and most is None:
         queue = loop.queue()
         assert queue is not None
@@ -252,9 +254,11 @@ def _check_arity(
 ) -> None:
     try:
         signature = inspect.signature(function)
+    # Builtins and some objects have no signature; then calling the body shows what is wrong.
     except (TypeError, ValueError):
         return
     try:
+        # Before the body is traced: a TypeError inside of it would look like one about its arguments.
         signature.bind(*range(inputs), *args, **kwargs)
     except TypeError:
         extra = len(args) + len(kwargs)

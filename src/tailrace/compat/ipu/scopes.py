@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current
@@ -18,7 +17,7 @@ _ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", def
 _DEVICE = re.compile(r"/?(?:device:)?IPU:(\d+)", re.IGNORECASE)
 
 
-def ordinal_of(device: Any) -> int:
+def ordinal_of(device: object) -> int:
     """The number of a logical device, from `"/device:IPU:0"` or the number itself."""
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
@@ -37,7 +36,7 @@ def current_ordinal() -> int:
 
 
 @contextlib.contextmanager
-def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
+def ipu_scope(device: str | int = "/device:IPU:0") -> Iterator[None]:
     """Programs compiled inside run on this logical device.
 
     Args:
@@ -52,6 +51,7 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
     >>> program()[0].item()
     2.0
     """
+    # Read when `compile` is called: a program keeps the device of the scope in which it was made.
     token = _ordinal.set(ordinal_of(device))
     try:
         yield
@@ -60,7 +60,7 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ipu_shard(index: Any) -> Iterator[None]:
+def ipu_shard(index: int | Sequence[int]) -> Iterator[None]:
     """Reserve the devices up to this one for each copy of the program.
 
     The original ran the operations inside on that chip. Here the number of replicas is the same, and a
@@ -82,11 +82,12 @@ def ipu_shard(index: Any) -> Iterator[None]:
     """
     from tailrace.compat.ipu.config import shards_of
 
-    numbers = list(index) if isinstance(index, list | tuple) else [index]
+    numbers = [index] if isinstance(index, int) else list(index)
     if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
         raise IPUValueError(
             f"ipu_shard takes the number of a device, or a list. Received: {index!r}."
         )
+    # Counted in the first look, before the number of replicas is fixed: the devices divided by these.
     scope = current()
     if scope is not None and scope.looking:
         scope.found.shards = max(scope.found.shards, shards_of(max(numbers)))

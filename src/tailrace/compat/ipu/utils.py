@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tailrace.compat.ipu.config import DeviceConnectionType as DeviceConnectionType
 from tailrace.compat.ipu.config import ExecutionProfileType as ExecutionProfileType
 from tailrace.compat.ipu.config import IPUConfig as IPUConfig
@@ -23,7 +21,7 @@ from tailrace.compat.originals.missing import missing_from
 from tailrace.messages import note_once
 
 
-def get_num_of_ipus_in_device(ipu_device: Any, device: str = "cpu") -> int:
+def get_num_of_ipus_in_device(ipu_device: str | int, device: str = "cpu") -> int:
     """How many devices a logical device has; one if nothing is configured.
 
     Args:
@@ -44,7 +42,7 @@ def get_num_of_ipus_in_device(ipu_device: Any, device: str = "cpu") -> int:
 
 def reset_ipu_seed(
     seed: int,
-    device: Any = "/device:IPU:0",
+    device: str | int = "/device:IPU:0",
     cpu_device: str = "cpu",
     experimental_identical_replicas: bool = False,
 ) -> None:
@@ -70,6 +68,7 @@ def reset_ipu_seed(
     True
     """
     del cpu_device
+    # Checked, so that a misspelled device is found here and not when the program is moved back.
     ordinal_of(device)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise IPUTypeError(f"A seed is an integer. Received: {seed!r}.")
@@ -81,7 +80,7 @@ def reset_ipu_seed(
     reseed(seed)
 
 
-def move_variable_initialization_to_cpu(graph: Any = None) -> None:
+def move_variable_initialization_to_cpu(graph: object = None) -> None:
     """Without effect: variables are created on the host.
 
     Args:
@@ -94,7 +93,7 @@ def move_variable_initialization_to_cpu(graph: Any = None) -> None:
     note_once("move_variable_initialization_to_cpu has no effect: variables are made on the host.")
 
 
-def use_synthetic_data_for(synthetic_data_category: Any) -> bool:
+def use_synthetic_data_for(synthetic_data_category: object) -> bool:
     """Whether data of a kind is made up: always False. Programs compute on the data they are given.
 
     Args:

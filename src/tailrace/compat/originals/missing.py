@@ -15,6 +15,7 @@ import difflib
 import dis
 import importlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ def _load(place: str) -> Any:
     return found
 
 
-def is_import(frame: Any) -> bool:
+def is_import(frame: types.FrameType) -> bool:
     """Whether a frame is at a `from ... import name`."""
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
@@ -99,7 +100,7 @@ class _RefusedModules:
     """The last of Python's finders: modules of the originals that no other finder knows."""
 
     @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
         """Refuse a module of the originals; know nothing of others."""
         del path, target
         if fullname.startswith(_PACKAGE):

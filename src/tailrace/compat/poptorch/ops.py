@@ -13,6 +13,7 @@ import jax
 import torch
 
 from tailrace.compat.originals.missing import missing_from
+from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings.containers import noted
 from tailrace.data.array_like import TensorLike
 from tailrace.errors import OptionError, ProgramError
@@ -161,7 +162,7 @@ def set_available_memory(tensor: torch.Tensor, available_memory_proportion: floa
     return tensor
 
 
-def set_overlap_for_input(input_tensors: Sequence[Any], mode: Any) -> Any:
+def set_overlap_for_input(input_tensors: Sequence[Any], mode: enums.OverlapMode) -> Any:
     """The tensors themselves: input overlaps with computation by itself here.
 
     Args:
@@ -178,7 +179,7 @@ def set_overlap_for_input(input_tensors: Sequence[Any], mode: Any) -> Any:
     return input_tensors
 
 
-def set_overlap_for_output(output_tensors: Sequence[Any], mode: Any) -> Any:
+def set_overlap_for_output(output_tensors: Sequence[Any], mode: enums.OverlapMode) -> Any:
     """The tensors themselves: output overlaps with computation by itself here.
 
     Args:
@@ -249,7 +250,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
             inputs = list(out) if isinstance(out, tuple | list) else [out]
         return inputs
 
-    def one(_: Any, values: list[Any]) -> list[Any]:
+    def one(_: object, values: list[Any]) -> list[Any]:
         out = body(*map(watch.tensor, values))
         out = list(out) if isinstance(out, tuple | list) else [out]
         if len(out) != len(values):

@@ -81,7 +81,7 @@ def share_of(
         )
     if isinstance(dataset, IterableDataset) or batch_size is None:
         raise UsageError(
-            f"Rows of a dataset with numbers are shared out over processes, in batches. Received: "
+            f"A dataset whose rows have numbers is divided among processes, in batches. Received: "
             f"{type(dataset).__name__}, batch_size={batch_size}, and {processes} processes. Give "
             f"auto_distributed_partitioning=False, and let the dataset yield the rows of this process."
         )

@@ -44,8 +44,9 @@ from tailrace.compat.tensorflow.operations import neural as _neural  # noqa: F40
 from tailrace.compat.tensorflow.operations import random_numbers as _random_numbers
 from tailrace.compat.tensorflow.operations import reductions as _reductions  # noqa: F401
 from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F401
-from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
+from tailrace.compat.tensorflow.structures import TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
+from tailrace.compat.tensorflow.tensor_shape import TensorShape
 from tailrace.compat.tensorflow.variables import Module, Variable
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.jaxprs.internals import Tracer as _Tracer
@@ -60,7 +61,7 @@ Tensor = jax.Array
 UnconnectedGradients = _Namespace("UnconnectedGradients", {"NONE": "none", "ZERO": "zero"})
 
 
-def device(device_name: Any) -> Any:
+def device(device_name: object) -> Any:
     """Without effect: programs run on the devices that are configured, the rest on the host.
 
     Args:
@@ -217,6 +218,7 @@ def _initializer(name: str) -> Any:
         del dtype  # a variable says its own
         return kind(*args, **options)
 
+    made.is_class = True  # type: ignore[attr-defined]  # for `initializer=tf.zeros_initializer`
     return made
 
 

@@ -51,7 +51,7 @@ class TensorArray:
     def __init__(
         self,
         dtype: DTypeLike,
-        size: Any = None,
+        size: TensorLike = None,
         dynamic_size: bool | None = None,
         element_shape: ShapeLike = None,
         **options: Any,
@@ -95,7 +95,7 @@ class TensorArray:
         rows = self._rows_like(row, index)
         return self._with(rows.at[index].set(row))
 
-    def _rows_like(self, row: Any, index: TensorLike) -> Any:
+    def _rows_like(self, row: TensorLike, index: TensorLike) -> Any:
         """Rows, zeros at first, with the one that is written."""
         rows = self._rows
         if rows is None:
@@ -215,7 +215,7 @@ class TensorArray:
             )
         return self._rows
 
-    def _with(self, rows: Any) -> TensorArray:
+    def _with(self, rows: TensorLike) -> TensorArray:
         # Outside of programs TensorFlow changes the object; in one, that would leak into other traces.
         found = self if current() is None else object.__new__(TensorArray)
         found.dtype, found.dynamic_size = self.dtype, self.dynamic_size
@@ -229,7 +229,7 @@ class TensorArray:
         return (self._rows,), (self.dtype, self.dynamic_size, self._size)
 
     @classmethod
-    def tree_unflatten(cls, kept: Any, children: Any) -> TensorArray:
+    def tree_unflatten(cls, kept: tuple[Any, bool, int], children: tuple[Any]) -> TensorArray:
         """One with another array.
 
         Args:

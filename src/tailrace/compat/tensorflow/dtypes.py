@@ -76,14 +76,25 @@ class DType:
         """The largest value."""
         return _limits(self.dtype).max
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
+        named: Any = getattr(other, "as_numpy_dtype", other)
         try:
-            return self.dtype == np.dtype(getattr(other, "as_numpy_dtype", other))
+            return self.dtype == np.dtype(named)
         except TypeError:
             return False
 
     def __hash__(self) -> int:
         return hash(self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # `x.dtype.kind`: programs use numpy's attributes as well. Not Python's own, which copying asks
+        # for before there is a dtype.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.dtype, name)
+
+    def __str__(self) -> str:
+        return self.name  # numpy's and Keras' text, by which they find a dtype again
 
     def __repr__(self) -> str:
         return f"tf.{self.name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,7 +42,10 @@ class Function:
     """
 
     def __init__(
-        self, function: Callable[..., Any], input_signature: Any = None, autograph: bool = True
+        self,
+        function: Callable[..., Any],
+        input_signature: Iterable[Any] | None = None,
+        autograph: bool = True,
     ) -> None:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         functools.update_wrapper(self, function)
@@ -97,7 +100,7 @@ class Function:
         rest = args[len(first) :]
         return *first, *(_as_spec(value, spec) for value, spec in zip(rest, specs, strict=False))
 
-    def __get__(self, obj: object, owner: Any = None) -> Any:
+    def __get__(self, obj: object, owner: type | None = None) -> Any:
         # As a method: one `Function` for all objects, with the object as its first argument.
         return self if obj is None else functools.partial(self, obj)
 
@@ -119,7 +122,7 @@ class Function:
         return f"<tf.function {self.__name__}>"
 
 
-def _as_spec(value: TensorLike, spec: Any) -> Any:
+def _as_spec(value: TensorLike, spec: object) -> Any:
     dtype = getattr(spec, "dtype", None)
     if dtype is None or isinstance(value, list | tuple | dict):
         return value
@@ -128,7 +131,7 @@ def _as_spec(value: TensorLike, spec: Any) -> Any:
 
 def function(
     func: Callable[..., Any] | None = None,
-    input_signature: Any = None,
+    input_signature: Iterable[Any] | None = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     **options: Any,

@@ -128,7 +128,7 @@ class _Modules:
     """The last of Python's finders: modules in a namespace, and Keras' own under TensorFlow's name."""
 
     @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: TensorLike = None) -> Any:
+    def find_spec(fullname: str, path: object = None, target: TensorLike = None) -> Any:
         """Find what the module around has under this name, if that is a module."""
         del path, target
         if not fullname.startswith(f"{PACKAGE}."):
@@ -147,7 +147,7 @@ class _Loader:
     def __init__(self, module: types.ModuleType) -> None:
         self._module, self._spec = module, getattr(module, "__spec__", None)
 
-    def create_module(self, spec: Any) -> types.ModuleType:
+    def create_module(self, spec: object) -> types.ModuleType:
         """The module."""
         del spec
         return self._module

@@ -1,4 +1,4 @@
-"""Shapes, specs and nests: `tf.TensorShape`, `tf.TensorSpec`, `tf.nest`."""
+"""Specs and nests: `tf.TensorSpec`, `tf.nest`."""
 
 from __future__ import annotations
 
@@ -7,51 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.nests import leaves, map_leaves, rebuild
 from tailrace.compat.tensorflow.dtypes import DTYPES, DType, as_dtype
-from tailrace.compat.tensorflow.operations.table import leaves, mapped
-from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.compat.tensorflow.tensor_shape import TensorShape
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
-
-
-class TensorShape(tuple[Any, ...]):
-    """A shape; unknown lengths are None.
-
-    Args:
-        dims: the lengths, a number or another shape.
-
-    >>> from tailrace.compat import tensorflow as tf
-    >>> tf.TensorShape([None, 3]).as_list(), tf.TensorShape([2, 3]).num_elements()
-    ([None, 3], 6)
-    """
-
-    def __new__(cls, dims: ShapeLike = ()) -> TensorShape:
-        """From a list, a number or another shape."""
-        given = [dims] if isinstance(dims, int) else list(dims)
-        return super().__new__(cls, given)
-
-    @property
-    def rank(self) -> int:
-        """How many axes there are."""
-        return len(self)
-
-    ndims = rank
-
-    def as_list(self) -> list[Any]:
-        """The lengths."""
-        return list(self)
-
-    def is_fully_defined(self) -> bool:
-        """Whether all lengths are known."""
-        return None not in self
-
-    def num_elements(self) -> int | None:
-        """How many elements there are."""
-        if None in self:
-            return None
-        count = 1
-        for length in self:
-            count *= length
-        return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +33,7 @@ class TensorSpec:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", TensorShape(self.shape or ()))
+        object.__setattr__(self, "shape", TensorShape(self.shape))
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
     @classmethod
@@ -98,7 +58,7 @@ def flatten(structure: Tree) -> list[Any]:
     >>> tf.nest.flatten([1, {"x": (2, 3)}])
     [1, 2, 3]
     """
-    return list(leaves(structure))
+    return leaves(structure)
 
 
 def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
@@ -119,7 +79,7 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
     for other in others:
         assert_same_structure(first, other)
     rests = [iter(flatten(other)) for other in others]
-    return mapped(lambda leaf: function(leaf, *(next(rest) for rest in rests)), first)
+    return map_leaves(lambda leaf: function(leaf, *(next(rest) for rest in rests)), first)
 
 
 def assert_same_structure(nest1: Tree, nest2: Tree, **_: Any) -> None:
@@ -136,7 +96,7 @@ def assert_same_structure(nest1: Tree, nest2: Tree, **_: Any) -> None:
     >>> from tailrace.compat import tensorflow as tf
     >>> tf.nest.assert_same_structure([1, 2], [3, 4])
     """
-    one, other = (mapped(lambda _: 0, nest) for nest in (nest1, nest2))
+    one, other = (map_leaves(lambda _: 0, nest) for nest in (nest1, nest2))
     if one != other:
         raise IPUValueError(
             f"The two structures don't have the same nested structure. Received: {one} and {other}."
@@ -150,12 +110,19 @@ def pack_sequence_as(structure: Tree, flat_sequence: Sequence[Any]) -> Any:
         structure: the nest.
         flat_sequence: the leaves, in the order of `flatten`.
 
+    Raises:
+        IPUValueError: there are more or fewer leaves than the structure has.
+
     >>> from tailrace.compat import tensorflow as tf
     >>> tf.nest.pack_sequence_as([0, {"x": 0}], [1, 2])
     [1, {'x': 2}]
     """
-    rest = iter(flat_sequence)
-    return mapped(lambda _: next(rest), structure)
+    if len(flat_sequence) != len(leaves(structure)):
+        raise IPUValueError(
+            f"tf.nest.pack_sequence_as takes as many leaves as the structure has, "
+            f"{len(leaves(structure))}. Received: {len(flat_sequence)}."
+        )
+    return rebuild(structure, iter(flat_sequence))
 
 
 def is_nested(value: TensorLike) -> bool:

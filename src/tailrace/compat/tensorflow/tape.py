@@ -22,7 +22,7 @@ from tailrace.compat.ipu.graph.deferred import Deferred
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
-from tailrace.compat.tensorflow.operations.table import leaves, mapped
+from tailrace.compat.nests import leaves, rebuild
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.recording import Recording
@@ -140,7 +140,7 @@ class GradientTape:
         target: TensorLike,
         sources: Tree,
         output_gradients: Tree = None,
-        unconnected_gradients: Any = "none",
+        unconnected_gradients: object = "none",
     ) -> Any:
         """The gradient of `target`, the sum of its elements, in the form of `sources`.
 
@@ -155,12 +155,11 @@ class GradientTape:
             IPURuntimeError: the tape is not persistent, and has given its gradients.
         """
         self._use()
-        found = list(leaves(sources))
+        found = leaves(sources)
         if any(isinstance(leaf, Deferred) for leaf in leaves(target)):  # a graph of TensorFlow 1
-            rest = iter(_described(list(leaves(target)), found, output_gradients))
-            return mapped(lambda _: next(rest), sources)
+            return rebuild(sources, iter(_described(leaves(target), found, output_gradients)))
         targets = [_array(leaf) for leaf in leaves(target)]
-        weights = None if output_gradients is None else list(leaves(output_gradients))
+        weights = None if output_gradients is None else leaves(output_gradients)
         if self._in_program and current() is not None:
             grads = self._in_a_program(targets, found, weights)
         else:
@@ -171,8 +170,7 @@ class GradientTape:
             grads = [
                 jnp.zeros_like(a) if g is None else g for g, a in zip(grads, arrays, strict=True)
             ]
-        rest = iter(grads)
-        return mapped(lambda _: next(rest), sources)
+        return rebuild(sources, iter(grads))
 
     def jacobian(self, target: TensorLike, sources: Tree, **_: Any) -> Any:
         """The gradient of each element of `target`, in the form of `sources`.
@@ -191,8 +189,8 @@ class GradientTape:
                 "tape.jacobian is available outside of programs. Inside, use jax.jacrev on a function."
             )
         found = [self._array_of(source) for source in leaves(sources)]
-        rest = iter(jax.jacrev(self._recording.function(_array(target), found))(found))
-        return mapped(lambda _: next(rest), sources)
+        jacobians = jax.jacrev(self._recording.function(_array(target), found))(found)
+        return rebuild(sources, iter(jacobians))
 
     def batch_jacobian(self, target: TensorLike, source: Tree, **_: Any) -> Any:
         """The jacobian of each row of `target` with respect to the same row of `source`.
@@ -236,7 +234,7 @@ class GradientTape:
 def _described(targets: list[Any], sources: list[Any], weights: Tree) -> list[Any]:
     from tailrace.compat.tensorflow.v1.gradients import gradients as described
 
-    return described(targets, sources, None if weights is None else list(leaves(weights)))
+    return described(targets, sources, None if weights is None else leaves(weights))
 
 
 def _array(value: TensorLike) -> Any:
@@ -266,7 +264,7 @@ def _noted(variable: VariableLike, array: object) -> Any:
     return array
 
 
-def _before_cast(tape: Any, variable: VariableLike, array: TensorLike) -> Any:
+def _before_cast(tape: GradientTape, variable: VariableLike, array: TensorLike) -> Any:
     """The variable's own array, where Keras has read it in another dtype."""
     if isinstance(variable, Variable) or str(array.dtype) == str(variable.dtype):
         return array

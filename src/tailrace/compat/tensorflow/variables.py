@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.compat.arguments import Index, SessionLike
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
     current_session,
@@ -20,10 +22,39 @@ from tailrace.compat.ipu.graph.deferred import (
 from tailrace.compat.ipu.graph.named_variables import enter_variable
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, value_of
+from tailrace.compat.ipu.graph.variable_parts import add_methods, part
+from tailrace.compat.nests import leaves
 from tailrace.compat.tensorflow.dtypes import narrowed
-from tailrace.compat.tensorflow.structures import TensorShape
+from tailrace.compat.tensorflow.tensor_shape import TensorShape
 from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reference:
+    """A variable or a tensor, compared by what it is and not by its elements.
+
+    Attributes:
+        _inner: the variable or tensor.
+
+    >>> from tailrace.compat import tensorflow as tf
+    >>> w = tf.Variable(2.0)
+    >>> {w.ref(): "weights"}[w.ref()]
+    'weights'
+    """
+
+    _inner: Any
+
+    def deref(self) -> Any:
+        """The variable or tensor."""
+        return self._inner
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and other._inner is self._inner
+
+    def __hash__(self) -> int:
+        return id(self._inner)
 
 
 class Variable(keras.Variable):
@@ -55,9 +86,9 @@ class Variable(keras.Variable):
         initial_value: TensorLike = None,
         trainable: bool | None = True,
         validate_shape: bool = True,
-        caching_device: Any = None,
+        caching_device: object = None,
         name: str | None = None,
-        variable_def: Any = None,
+        variable_def: object = None,
         dtype: DTypeLike = None,
         **options: Any,
     ) -> None:
@@ -91,7 +122,7 @@ class Variable(keras.Variable):
         """The value; in a graph of TensorFlow 1, that which it has when a session runs."""
         return deferred_call(value_of, (self,), {}) if describing() else self.value
 
-    def eval(self, session: Any = None) -> Any:
+    def eval(self, session: SessionLike = None) -> Any:
         """The value.
 
         Args:
@@ -149,14 +180,30 @@ class Variable(keras.Variable):
         """An operation that gives it its first value; outside of graphs it has it when it is made."""
         return Operation("variable initializer", self.reset)
 
-    @property
-    def shape(self) -> Any:
-        """The shape, a `tf.TensorShape`."""
+    def get_shape(self) -> TensorShape:
+        """The shape."""
         return TensorShape(super().shape)
 
-    def get_shape(self) -> Any:
-        """The shape."""
-        return self.shape
+    def is_initialized(self) -> bool:
+        """Always True: a variable has its value when it is made."""
+        return True
+
+    def ref(self) -> Reference:
+        """What finds it again in sets and dicts; comparing variables compares their elements."""
+        return Reference(self)
+
+    def __getitem__(self, key: Index) -> Any:
+        return part(self, key, keras.Variable.__getitem__)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python would ask for items until an IndexError, which JAX, that clamps indices, never raises.
+        return iter([self[number] for number in range(len(self))])
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.read_value())  # in a graph it has no value to decide by
 
     def __int__(self) -> int:
         return int(self.value)
@@ -173,9 +220,10 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_ONE_WAY = ("getitem", "neg", "abs", "lt", "le", "gt", "ge")
+_ONE_WAY = ("neg", "abs", "lt", "le", "gt", "ge")
 for _name in (*_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS), *_ONE_WAY):
     setattr(Variable, f"__{_name}__", _computed(getattr(keras.Variable, f"__{_name}__")))
+add_methods(Variable)
 
 
 class Module:
@@ -215,20 +263,13 @@ class Module:
         return tuple(v for v in self.variables if v.trainable)
 
 
-def _variables_in(value: TensorLike, seen: set[int]) -> Any:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, keras.Variable):
-        yield value
-    elif isinstance(value, keras.layers.Layer):
-        yield from value.variables
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _variables_in(inner, seen)
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _variables_in(inner, seen)
-    elif isinstance(value, Module):
-        for name in sorted(vars(value)):  # in TensorFlow's order
-            yield from _variables_in(vars(value)[name], seen)
+def _variables_in(value: Tree, seen: set[int]) -> Iterator[keras.Variable]:
+    for leaf in leaves(value):
+        if isinstance(leaf, keras.Variable):
+            yield leaf
+        elif isinstance(leaf, keras.layers.Layer):
+            yield from leaf.variables
+        elif isinstance(leaf, Module) and id(leaf) not in seen:
+            seen.add(id(leaf))  # modules may hold each other
+            for name in sorted(vars(leaf)):  # in TensorFlow's order
+                yield from _variables_in(vars(leaf)[name], seen)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tailrace.compat import popdist
+from tailrace.compat.ipu.config import IPUConfig
 from tailrace.compat.ipu.ipu_strategy import IPUStrategyV1
 from tailrace.compat.originals.missing import missing_from
 
@@ -49,7 +48,7 @@ class PopDistStrategy(IPUStrategyV1):
         """How many replicas all processes have."""
         return popdist.getNumTotalReplicas()
 
-    def update_ipu_config(self, config: Any) -> None:
+    def update_ipu_config(self, config: IPUConfig) -> None:
         """Let a configuration take the devices of this process's replicas.
 
         Args:

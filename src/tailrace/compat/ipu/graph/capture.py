@@ -59,7 +59,7 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
             return super().gradient(target, sources)
 
 
-def capture_upstream_gradients(args: Any, tag: str = "") -> Any:
+def capture_upstream_gradients(args: Tree, tag: str = "") -> Any:
     """`args` (a tree) as they are; their gradients are captured under `tag`.
 
     Args:
@@ -90,6 +90,7 @@ def capture_upstream_gradients(args: Any, tag: str = "") -> Any:
         )
     if tag in context.zeros:
         raise IPUValueError(f"Gradients are captured under the tag {tag!r} already.")
+    # JAX's trees, unlike elsewhere here: a None has no gradient to capture.
     leaves, structure = jax.tree.flatten(args)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     zeros = context.zeros[tag] = [watched_zero(leaf) for leaf in leaves]

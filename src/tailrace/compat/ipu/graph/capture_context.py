@@ -43,12 +43,14 @@ class GradientCaptureContext:
         Args:
             found: the gradients.
         """
+        # In the order in which the zeros were asked for: tag by tag.
         rest = iter(found)
         self.captured_gradients = {
             tag: [next(rest) for _ in zeros] for tag, zeros in self.zeros.items()
         }
 
 
+# Of this thread or task: programs may be traced in several at once.
 _active: contextvars.ContextVar[Any] = contextvars.ContextVar("ipu_capture", default=None)
 
 

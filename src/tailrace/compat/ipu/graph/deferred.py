@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import Index, SessionLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.nests import map_leaves
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import is_tracing
 
 later: dict[str, Callable[..., Any]] = {}
 """Functions of files that come after this one, which put them here: how a function is looked through,
-how it becomes a program, and what a shape is."""
+how it becomes a program, and what a shape and a dtype are."""
 
 
 class Operation:
@@ -44,7 +46,7 @@ class Operation:
         """Do it."""
         return None if self._action is None else self._action()
 
-    def run(self, feed_dict: Any = None, session: Any = None) -> None:
+    def run(self, feed_dict: object = None, session: SessionLike = None) -> None:
         """Do it.
 
         Args:
@@ -65,7 +67,7 @@ class Feed(dict[int, Any]):
         fed: the values that a session was given, as they came.
     """
 
-    def __init__(self, fed: Any = ()) -> None:
+    def __init__(self, fed: Iterable[tuple[int, Any]] = ()) -> None:
         super().__init__(fed)
         self.fed: dict[int, Any] = dict(self)
 
@@ -107,12 +109,12 @@ class Deferred:
                 feed[id(self)] = self._compute(feed)
         return feed[id(self)]
 
-    def eval(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> Any:
+    def eval(self, feed_dict: Mapping[Any, Any] | None = None, session: SessionLike = None) -> Any:
         """The value, in a session or the enclosing one."""
         found = session or current_session()
         return found.run(self, feed_dict)
 
-    def run(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> None:
+    def run(self, feed_dict: Mapping[Any, Any] | None = None, session: SessionLike = None) -> None:
         """Compute it, in a session or the enclosing one."""
         self.eval(feed_dict, session)
 
@@ -127,7 +129,7 @@ class Deferred:
     @property
     def dtype(self) -> Any:
         """The dtype."""
-        return self._form(2).dtype
+        return later["dtype"](self._form(2).dtype)
 
     def get_shape(self) -> Any:
         """The shape."""
@@ -146,7 +148,7 @@ class Deferred:
         later["discover"](look, [])  # a trace: nothing is computed or changed
         return found[0]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Index) -> Any:
         return deferred_call(operator.getitem, (self, key), {})
 
     def __iter__(self) -> Any:
@@ -232,15 +234,7 @@ def deferred_call(
 
 def evaluated(nest: Tree, feed: Feed) -> Any:
     """A nest with everything deferred computed."""
-    if isinstance(nest, Deferred):
-        return nest.value(feed)
-    if isinstance(nest, dict):
-        return {key: evaluated(value, feed) for key, value in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(evaluated(value, feed) for value in nest))
-    if type(nest) in (list, tuple):
-        return type(nest)(evaluated(value, feed) for value in nest)
-    return nest
+    return map_leaves(lambda leaf: leaf.value(feed) if isinstance(leaf, Deferred) else leaf, nest)
 
 
 def value_now(value: object) -> Any:
@@ -265,6 +259,11 @@ _control: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
 def describe_everywhere(on: bool) -> None:
     """Let operations be described for a session in the whole process, as in TensorFlow 1, or not."""
     _everywhere[0] = on
+
+
+def describes_everywhere() -> bool:
+    """Whether the whole process has TensorFlow 1's behaviour."""
+    return _everywhere[0]
 
 
 @contextlib.contextmanager
@@ -348,11 +347,11 @@ def current_session() -> Any:
     return found[-1]
 
 
-def open_session(session: Any) -> Any:
+def open_session(session: SessionLike) -> Any:
     """Make a session the innermost one; returns what `close_session` takes."""
     return _sessions.set((*_sessions.get(), session))
 
 
-def close_session(token: Any) -> None:
+def close_session(token: contextvars.Token[tuple[Any, ...]]) -> None:
     """Put back the session around."""
     _sessions.reset(token)

@@ -56,7 +56,7 @@ def keras_scope() -> Iterator[None]:
             # Keras takes None for "no value here", and then returns the variable's own.
             return inside("a Keras variable").read(variable)
 
-        def add_update(self, update: Any) -> None:
+        def add_update(self, update: tuple[VariableLike, Any]) -> None:
             inside("a Keras variable").write(*update)
 
     with ToScope():

@@ -23,7 +23,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import programs_in
-from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive, Var, variables
+from tailrace.jaxprs.internals import Atom, ClosedJaxpr, JaxprEqn, Primitive, Var, variables
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import is_made_by, is_mark
@@ -61,7 +61,7 @@ def gradients(loss: TensorLike, variables: Sequence[Any]) -> list[Any]:
     return found[: len(variables)]
 
 
-def _value(source: Any) -> Any:
+def _value(source: VariableLike) -> Any:
     return jnp.asarray(value_of(source) if is_variable(source) else source)
 
 
@@ -235,7 +235,10 @@ def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[J
             way = _on_the_way(earlier, free, loss)
 
             def inner(
-                values: Tree, way: Any = way, free: Any = free, loss: TensorLike = loss
+                values: Tree,
+                way: list[JaxprEqn] = way,
+                free: list[Var] = free,
+                loss: TensorLike = loss,
             ) -> Any:
                 local = known | dict(zip(free, values, strict=True))
                 _run_again(way, local, history)
@@ -257,7 +260,7 @@ def _refuse_hidden(eqn: JaxprEqn) -> None:
             _refuse_hidden(each)
 
 
-def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[JaxprEqn]:
+def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Atom) -> list[JaxprEqn]:
     """The equations that compute `end` out of `start`, in order."""
     touched, forward = set(start), []
     for eqn in equations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 import math
 import weakref
 import zlib
@@ -14,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import prepared
 from tailrace.compat.ipu.graph.variables import Variable
@@ -44,6 +46,7 @@ class VariableScope:
         """Without effect: variables are always found again by their names."""
 
 
+# The graph that programs have without making one; `tf.Graph()` has a store of its own.
 _default: Store = {}
 _store: contextvars.ContextVar[Store] = contextvars.ContextVar("ipu_store", default=_default)
 _OUTSIDE = VariableScope()
@@ -72,7 +75,8 @@ def get_variable(
             as in the original, Glorot's uniform numbers for floats and zeros for others.
         regularizer: refused.
         trainable: whether optimizers without a list of variables change it.
-        **options: `use_resource`, `collections`, `partitioner`...: without effect.
+        **options: `collections`: names of collections that it is put into besides those of all
+            variables; `use_resource`, `partitioner`...: without effect.
 
     Raises:
         IPUValueError: the variable exists with another shape, or a regularizer is given.
@@ -81,7 +85,6 @@ def get_variable(
     >>> ipu.get_variable("doc/w", initializer=2.0) is ipu.get_variable("doc/w")
     True
     """
-    del options
     if regularizer is not None:
         raise IPUValueError(
             f"get_variable({name!r}) has a regularizer, whose loss would be collected and not used. "
@@ -93,12 +96,18 @@ def get_variable(
     def make() -> Variable:
         given = scope.initializer if initializer is None else initializer
         given = _usual(full) if given is None else given
+        # `initializer=tf.zeros_initializer`, without parentheses, as TensorFlow 1 accepts it.
+        given = given() if inspect.isclass(given) or hasattr(given, "is_class") else given
         kind = jnp.float32 if dtype is None else dtype
 
         def initial() -> Any:
             return given(tuple(shape or ()), kind) if callable(given) else given
 
-        return Variable(initial, trainable, full, dtype)
+        made = Variable(initial, trainable, full, dtype)
+        for collection in options.get("collections") or ():
+            if collection not in ("variables", "trainable_variables"):  # those are looked up
+                collections_of_graph().setdefault(collection, []).append(made)
+        return made
 
     # The name is the identity: each trace of a program asks again, and finds the variable of the
     # trace before.
@@ -149,6 +158,7 @@ def variable_scope(
 def free_scope(name: str) -> str:
     """This name, or the next with a number, that no variable of the scope around is in."""
     number, free = 0, name
+    # TensorFlow numbers scopes, not variables: `dense`, `dense_1`.
     while any(full.startswith(f"{_joined(_around.get().name, free)}/") for full in _store.get()):
         number += 1
         free = f"{name}_{number}"
@@ -209,7 +219,7 @@ def collections_of_graph() -> dict[str, list[Any]]:
     return _collections.setdefault(id(store), (store, {}))[1]
 
 
-def enter_variable(variable: Any, name: str) -> None:
+def enter_variable(variable: VariableLike, name: str) -> None:
     """Make a variable one of the graph around, under its name or the next free one."""
     store, number, free = _store.get(), 0, name
     while free in store:

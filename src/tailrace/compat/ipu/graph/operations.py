@@ -1,14 +1,17 @@
-"""What the original called an operation: something done by a program that has no value."""
+"""What the original called an operation, which has no value; and what its queues deliver."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import Operation as Operation
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 
 
@@ -21,6 +24,8 @@ class ResultText(str):
 class Undelivered(list[Any]):
     """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
 
+    is_one_value = True  # for nests: a session asks it, and does not look for fetches in it
+
     def __init__(self, queue: Any) -> None:
         super().__init__()
         self._queue = queue
@@ -29,6 +34,29 @@ class Undelivered(list[Any]):
         """Dequeue now."""
         found = self._queue.dequeue()
         return [] if isinstance(found, Undelivered) else found
+
+
+class HostTensor(np.ndarray):
+    """An array of numpy that has `numpy()`, as what the original's queues deliver has."""
+
+    def numpy(self) -> np.ndarray:
+        """The plain array."""
+        return self.view(np.ndarray)
+
+    def __array_wrap__(
+        self, array: np.ndarray, context: object = None, return_scalar: bool = False
+    ) -> Any:
+        del context  # a sum of all elements is a number, as it is of a plain array
+        return array[()] if return_scalar else array.view(HostTensor)
+
+
+def delivered(array: TensorLike) -> HostTensor:
+    """An array as a tensor of the host.
+
+    >>> delivered([1.0, 2.0]).numpy().tolist()
+    [1.0, 2.0]
+    """
+    return np.asarray(array).view(HostTensor)
 
 
 def tensors_of(out: Tree, what: str, at_most: int | None = None) -> list[Any]:
@@ -43,6 +71,7 @@ def tensors_of(out: Tree, what: str, at_most: int | None = None) -> list[Any]:
     tensors: list[Any] = []
     ended = False
     for value in values:
+        # What `assign` returns is the variable here; in the original it is an operation.
         done = isinstance(value, Operation) or value is None
         if is_variable(value) and at_most is not None and len(tensors) >= at_most:
             done = True

@@ -28,8 +28,9 @@ class Groups:
     size: int
 
     @classmethod
-    def of(cls, size: Any, what: str) -> Groups:
+    def of(cls, size: object, what: str) -> Groups:
         """The groups of a size that an argument called `what` gives."""
+        # Not a value of the program: the exchange has a shape that depends on it.
         if not isinstance(size, int) or isinstance(size, bool):
             raise IPUTypeError(
                 f"{what}, a number of replicas, must be an integer. Received: {size!r}."
@@ -57,6 +58,7 @@ class Groups:
     def mean(self, x: TensorLike) -> Any:
         """The mean over the group, added up in 32 bits at least."""
         dtype = reduced_dtype(x.dtype, mean=True)
+        # Sums of many float16 values overflow before they are divided.
         wide = jnp.float32 if dtype.itemsize < 4 else dtype
         return (self.sum(x.astype(wide)) / self.size).astype(dtype)
 
@@ -66,7 +68,7 @@ class Groups:
         return lax.dynamic_slice_in_dim(places, self.mine * self.size, self.size).astype(x.dtype)
 
 
-def _placed(x: TensorLike, place: Any, count: int) -> Any:
+def _placed(x: TensorLike, place: TensorLike, count: int) -> Any:
     dtype = reduced_dtype(x.dtype, mean=False)
     places = jnp.zeros((count, *x.shape), dtype).at[place].set(x.astype(dtype))
     return engine.cross_replica_sum(places)

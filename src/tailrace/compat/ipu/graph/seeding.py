@@ -13,6 +13,7 @@ class Seeding:
     count: int = 0
 
 
+# Compiled programs hold their seed: it is part of the key by which they are found again.
 _now = Seeding()
 
 

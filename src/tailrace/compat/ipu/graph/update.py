@@ -160,7 +160,9 @@ class Optimizer:
 
 def _applied(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(
+        self: Any, grads_and_vars: GradientsAndVariables, *args: Any, **kwargs: Any
+    ) -> Any:
         pairs = list(grads_and_vars)
         if describing() or any(isinstance(grad, Deferred) for grad, _ in pairs):
 
@@ -242,6 +244,7 @@ class OptaxOptimizer(Optimizer):
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
         variables = [var for _, var in pairs]
         slots, structure, _ = self.slots_of(variables)
+        # Kept in variables, not in the optimizer: programs carry and checkpoint variables.
         state = jax.tree.unflatten(structure, [each.value() for each in slots])
         values = [jnp.asarray(value_of(var)) for var in variables]
         updates, state = self.transformation.update([grad for grad, _ in pairs], state, values)
@@ -288,6 +291,7 @@ class KerasOptimizer(Optimizer):
             IPUTypeError: a variable is not Keras' own.
         """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
+        # Keras' optimizers write through Keras' scope, which does not know our own variables.
         for _, var in pairs:
             if isinstance(var, Variable):
                 raise IPUTypeError(
@@ -322,6 +326,7 @@ def as_optimizer(opt: OptimizerLike) -> Any:
     """
     if is_keras_optimizer(opt):
         return KerasOptimizer(opt)
+    # Before optax: an object of the program's own may have `init` and `update` as well.
     if callable(getattr(opt, "apply_gradients", None)):
         return opt
     if callable(getattr(opt, "update", None)) and callable(getattr(opt, "init", None)):

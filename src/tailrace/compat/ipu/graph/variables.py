@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.compat.arguments import Index, SessionLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
@@ -21,6 +22,7 @@ from tailrace.compat.ipu.graph.deferred import (
     value_now,
 )
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
+from tailrace.compat.ipu.graph.variable_parts import add_methods, part
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
@@ -75,6 +77,7 @@ class Variable:
         """The current value; inside a program, the one at this place of it."""
         scope = current()
         found = None if scope is None else scope.read(self)
+        # In a program the trace itself is the record of reads; outside, tapes must hear of them.
         if scope is None:
             for noted in reads:
                 noted(self, self._value)
@@ -84,7 +87,7 @@ class Variable:
         """The value; in a graph of TensorFlow 1, that which it has when a session runs."""
         return deferred_call(Variable.value, (self,), {}) if describing() else self.value()
 
-    def eval(self, session: Any = None) -> Any:
+    def eval(self, session: SessionLike = None) -> Any:
         """The value.
 
         Args:
@@ -103,7 +106,7 @@ class Variable:
         del copy
         return np.asarray(self.value(), dtype)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # Without this numpy would compute `np.float32(2) * variable` itself, from its current value.
         if method != "__call__" or kwargs:
             return getattr(ufunc, method)(*map(np.asarray, inputs), **kwargs)
@@ -118,7 +121,7 @@ class Variable:
         """The same, as the original's class of shapes."""
         return later.get("shape", tuple)(self.shape)
 
-    def load(self, value: TensorLike, session: Any = None) -> None:
+    def load(self, value: TensorLike, session: object = None) -> None:
         """Set another value at once, also in a graph of TensorFlow 1.
 
         Args:
@@ -157,6 +160,7 @@ class Variable:
         if describing():
             return self._when_run("assign", value)
         value = jnp.asarray(value).astype(self.dtype)
+        # Not broadcast, as the original does not: a scalar given to a matrix is most often a mistake.
         if value.shape != self.shape:
             raise IPUValueError(
                 f"A variable keeps its shape: {self.name} has {self.shape}. "
@@ -216,6 +220,20 @@ class Variable:
 
     # -- as an array ----------------------------------------------------------------------------
 
+    def __getitem__(self, key: Index) -> Any:
+        return part(self, key, lambda variable, at: variable.value()[at])
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python would ask for items until an IndexError, which JAX, that clamps indices, never raises.
+        return iter([self[number] for number in range(len(self))])
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __bool__(self) -> bool:
+        # Not by its length, which Python would take. In a graph it has no value to decide by.
+        return bool(self.read_value())
+
     def __float__(self) -> float:
         return float(self.value())
 
@@ -242,8 +260,9 @@ def _methods(name: str, both_ways: bool) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     _methods(_name, both_ways=True)
-for _name in ("getitem", "neg", "abs", "lt", "le", "gt", "ge"):
+for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
     _methods(_name, both_ways=False)
+add_methods(Variable)
 
 
 def _plain(value: object) -> Any:

@@ -34,7 +34,7 @@ def GradientAccumulationOptimizer(
         name: the name of the wrapper.
 
     Raises:
-        IPUValueError: there is no such reduction, or the state is shared out without being offloaded.
+        IPUValueError: there is no such reduction, or the state is sharded without being offloaded.
 
     >>> from tailrace.compat.ipu.keras import optimizers  # before Keras, which then runs on JAX
     >>> import keras

@@ -82,6 +82,7 @@ def assume_equal_across_replicas(tensors: TensorLike, inplace: bool = False) -> 
     3.0
     """
     del inplace
+    # A mark: the engine would otherwise refuse to return a value that differs between replicas.
     return jax.tree.map(lambda x: mark(as_array(x), Tag("equal at the end")), tensors)
 
 

@@ -11,7 +11,7 @@ from tailrace.compat.originals.missing import missing_from
 def outlined_function(
     func: Callable[..., Any] | None = None,
     unique_sharding: bool = False,
-    keep_input_layouts: Any = None,
+    keep_input_layouts: object = None,
     name: str | None = None,
 ) -> Any:
     """The function itself: how often its code is in the program is up to the compiler here.

@@ -68,6 +68,7 @@ def fifo(x: TensorLike, depth: int, offload: bool = False, name: str | None = No
         kept_values = jnp.zeros((depth, *x.shape), x.dtype)
         return Variable(kept_values, False, "fifo"), Variable(0, False, "fifo/position")
 
+    # By its place in the program, which is traced more than once: each call has a queue of its own.
     values, position = prepared(kept(), "fifo", make)
     here = position.value()
     out = values.value()[here]

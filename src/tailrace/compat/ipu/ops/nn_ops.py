@@ -75,7 +75,7 @@ def softmax(x: TensorLike, stable: bool = False, name: str | None = None) -> Any
     return jax.nn.softmax(as_array(x))
 
 
-def multi_conv(func: Callable[..., Any] | None = None, options: Any = None) -> Any:
+def multi_conv(func: Callable[..., Any] | None = None, options: object = None) -> Any:
     """The function itself: which convolutions run together is up to the compiler here.
 
     Args:

@@ -48,6 +48,7 @@ def dropout(
     if not 0 <= rate < 1:
         raise IPUValueError(f"rate must be in the range [0, 1). Received: {rate}.")
     x = as_array(x)
+    # With a seed the same elements in every step, and on every replica.
     keys = key() if seed is None else jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32))
     keep = jax.random.bernoulli(keys, 1 - rate, tuple(noise_shape or x.shape))
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)

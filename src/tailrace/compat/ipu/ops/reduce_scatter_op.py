@@ -65,6 +65,7 @@ def reduce_scatter(
             raise IPUValueError(
                 f"reduce_scatter takes values of one dimension. Received: {list(value.shape)}."
             )
+        # Rounded up, and padded: the shares of all replicas have one shape.
         share = -(-value.size // groups.size)
         value = jnp.pad(value, (0, share * groups.size - value.size))
         whole = value if kind == "LOCAL" else _OPERATIONS[kind](groups.gather(value))

@@ -44,6 +44,7 @@ class CrossReplicaOptimizer(IpuOptimizer):
             global_step: without effect; `minimize` counts.
             name: what the operation is called.
         """
+        # When gradients are applied, not when they are computed: accumulated ones are averaged once.
         averaged = [
             (None if grad is None else cross_replica_mean(grad), var)
             for grad, var in grads_and_vars

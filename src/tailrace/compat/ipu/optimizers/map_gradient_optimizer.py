@@ -59,6 +59,7 @@ class MapGradientOptimizer(IpuOptimizer):
             var_list: the variables; None: all trainable ones touched so far.
             **kwargs: for the optimizer inside.
         """
+        # Here and not in `apply_gradients`: around an accumulating optimizer it sees each mini-batch.
         return [
             (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)
             for grad, var in super().compute_gradients(loss, var_list, **kwargs)

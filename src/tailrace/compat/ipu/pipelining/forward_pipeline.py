@@ -75,6 +75,7 @@ class Inference:
             numbers = Numbers(self._seed, self._steps)
             emitted, _ = runner.dispatch(state, options.repeat_count, numbers, 0)
         finally:
+            # No thread between calls, which may be far apart.
             self._queue.rest()
             for queue in runner.traced.outfeeds:
                 queue.end()
@@ -95,7 +96,7 @@ class Inference:
         )
         return out
 
-    def _compute(self, variables: Any, inputs: Tree, element: Tree, _: Any) -> Any:
+    def _compute(self, variables: Sequence[Any], inputs: Tree, element: Tree, _: object) -> Any:
         scope = Scope(self._found, looking=False)
         scope.values.update(zip(map(id, self._variables), variables, strict=True))
         with keras_scope(), scope_of(scope):
@@ -111,7 +112,7 @@ class Inference:
                 device_mapping=options.device_mapping,
             )
 
-            def program(read: Tree, _: Any) -> Any:
+            def program(read: Tree, _: object) -> Any:
                 return forward_pass(
                     self._compute, read, self._queue, self._out, options.mini_batches, ()
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.compat.arguments import OptimizerLike
+from tailrace.compat.arguments import OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.gradients import GradientTape
 from tailrace.compat.ipu.graph.update import as_optimizer, is_keras_optimizer
@@ -50,11 +50,12 @@ class OptimizerFunctionOutput:
         compute_gradients_kwargs: dict[str, Any] | None = None,
         apply_gradients_args: tuple[Any, ...] | None = None,
         apply_gradients_kwargs: dict[str, Any] | None = None,
-        variables: Any = None,
+        variables: Sequence[VariableLike] | None = None,
         tape: GradientTape | None = None,
-        gradient_capture_context: Any = None,
-        captured_gradient_outfeed: Any = None,
+        gradient_capture_context: object = None,
+        captured_gradient_outfeed: object = None,
     ) -> None:
+        # Wrapped at once, so that what is no optimizer is refused in the user's own function.
         self.opt = as_optimizer(opt)
         try:
             self.loss = jnp.asarray(loss)
@@ -112,6 +113,7 @@ class OptimizerFunctionOutput:
             IPUValueError: there are none.
         """
         wanted = self.variables
+        # What the tape watched, else what is named, else all that the stages touched.
         if self.tape is not None:
             wanted = self.tape.watched or None
         elif wanted is None:

@@ -175,6 +175,7 @@ class PipelineOptions:
 
     def check(self) -> None:
         """Fill in defaults and check the options, in the order of the original."""
+        # Of several mistakes programs expect the original's message about the first.
         self._check_counts()
         self._check_schedule()
         self._check_stages()
@@ -196,6 +197,7 @@ class PipelineOptions:
             "repeat_count",
             "batch_serialization_iterations",
         ):
+            # An input of the program becomes a known number when it is compiled for it (`NeedsNumber`).
             count = as_count(getattr(self, name))
             if isinstance(count, Tracer):
                 raise NeedsNumber(
@@ -291,6 +293,7 @@ class PipelineOptions:
         if not _is_list(stage):
             if not callable(stage):
                 raise IPUTypeError(f"A stage is a function. Received: {stage!r}.")
+            # The original's word for all devices of a copy; its compiler placed each operation.
             if devices == -1:
                 raise IPUNotImplementedError(
                     "device_mapping -1 spreads the operations of a stage over all devices of one "
@@ -358,6 +361,7 @@ class PipelineOptions:
     def _check_plan(self) -> None:
         """The schedule's own rules about the count, which the plan knows."""
         schedule = self.pipeline_schedule.schedule
+        # Of groups of concurrent stages each member has a device.
         flat = [d for entry in self.device_mapping for d in np.atleast_1d(entry)]
         interleaved = self.pipeline_schedule is PipelineSchedule.Interleaved
         if self.training and interleaved and len(set(flat)) != len(flat):
@@ -365,6 +369,7 @@ class PipelineOptions:
                 "The pipelining schedule 'Interleaved' does not currently support multiple "
                 "pipeline stages on the same device for training graphs."
             )
+        # Made and dropped: its rules are asked here, and the engine plans again from the traced stages.
         try:
             planning.plan(
                 self.computational_stages,
@@ -383,6 +388,7 @@ class PipelineOptions:
             "replicated_weight_sharding",
             "offload_weights",
         )
+        # Where things are kept; no result depends on it.
         for name in about_memory:
             if getattr(self, name):
                 note_once(f"pipeline({name}=True) is about memory and changes nothing here.")

@@ -44,6 +44,7 @@ def add(options: PipelineOptions) -> Operation:
         if scope.looking:
             found.shards = max(found.shards, options.shards)
             found.pipelines += 1
+        # It is dispatched from the host, as an execution of the engine: no loop can hold it.
         if options.training:
             if scope.loop is not None:
                 raise IPURuntimeError(
@@ -77,6 +78,7 @@ class PipelineProgram:
 
     def run(self, options: PipelineOptions) -> None:
         """Run the pipeline; the first call compiles it."""
+        # The options of the first call are the program's; later calls give other inputs only.
         if self._pipeline is None:
             kind = Training if options.training else Inference
             self._pipeline = kind(options, self._ordinal)

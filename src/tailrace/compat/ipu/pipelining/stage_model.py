@@ -84,6 +84,7 @@ def sent_of(options: PipelineOptions, out: Tree, loss: TensorLike) -> Any:
     """What of a mini-batch goes to the outfeed; None: nothing."""
     if options.outfeed_loss:
         return loss
+    # A training pipeline sends a list, also of one; an inference pipeline what the last stage returned.
     values = out if isinstance(out, list) else [out]
     if options.outfeed_mask is not None:
         if len(options.outfeed_mask) != len(values):
@@ -113,6 +114,7 @@ def sum_dtype(options: PipelineOptions, value: TensorLike) -> Any:
     wanted = options.accumulate_outfeed_dtype
     if wanted is None:
         return value.dtype
+    # A function of the value is allowed, and some dtypes are classes, which can be called too.
     try:
         return jnp.dtype(wanted)
     except TypeError:

@@ -22,6 +22,7 @@ def per_replica(steps: int | None, size: int | None, execution: int, replicas: i
             "Could not infer the size of the data. You must specify the number of steps to run. "
             "Give steps_per_epoch= (fit), validation_steps= or steps= (evaluate, predict)."
         )
+    # A generator loses nothing: what is not asked for is not read.
     if total % replicas and size is not None:
         note_once(
             f"{total} batches do not divide evenly over {replicas} replicas: the last "
@@ -31,6 +32,7 @@ def per_replica(steps: int | None, size: int | None, execution: int, replicas: i
     each = total // replicas
     if each == 0:
         raise too_few(total, replicas)
+    # As the original does, which warns and goes on; a length that does not divide is refused.
     if execution > each:
         note_once(
             f"steps_per_execution ({execution}) is larger than the number of batches ({each}). "

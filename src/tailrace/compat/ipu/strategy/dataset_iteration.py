@@ -55,6 +55,7 @@ def _hook(kind: Any) -> None:
 
     def iterate(dataset: DatasetLike) -> Any:
         make = _scopes.innermost()
+        # The library that iterates is known by the caller's module: Python gives no other sign of it.
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if make is None or caller in _LIBRARIES:
             return plain(dataset)

@@ -76,7 +76,7 @@ class OptionsDict:
         """A copy that can be changed."""
         return copy.deepcopy(self)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -99,7 +99,7 @@ def noted(name: str) -> None:
     note_once(f"{name} is about a chip that is not here; it is accepted and has no effect.")
 
 
-def _same_type(before: Any, value: object) -> bool:
+def _same_type(before: object, value: object) -> bool:
     if isinstance(before, bool) or isinstance(value, bool):
         return isinstance(before, bool) and isinstance(value, bool)
     if isinstance(before, float):

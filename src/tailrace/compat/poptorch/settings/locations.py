@@ -11,7 +11,7 @@ from tailrace.torch.errors import UsageError
 class TensorLocationSettings(OptionsDict):
     """Where a kind of tensor is stored; setters can be chained.
 
-    Optimizer state can be kept in the host's memory and shared out over replicas. Other kinds of
+    Optimizer state can be kept in the host's memory and sharded over replicas. Other kinds of
     tensors stay on the device here.
 
     >>> from tailrace.compat import poptorch
@@ -64,7 +64,7 @@ class TensorLocationSettings(OptionsDict):
         return self._put(useReplicatedTensorSharding=int(_typed("useRTS", use_rts, bool)))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Smaller tensors are not shared out.
+        """Smaller tensors are not sharded.
 
         Args:
             min_elements: a number of elements.

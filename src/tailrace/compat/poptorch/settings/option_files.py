@@ -18,6 +18,7 @@ from typing import Any
 
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings import locations, strategies
+from tailrace.compat.poptorch.settings.containers import OptionsDict
 from tailrace.data.files import parse_json, read_bytes
 from tailrace.errors import TailraceError
 
@@ -52,7 +53,7 @@ _NOT_SETTERS = frozenset(
 )
 
 
-def read_text(path: Any) -> str:
+def read_text(path: object) -> str:
     """The text of an options file."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigFileError(f"An options file is given by its path. Received: {path!r}")
@@ -63,7 +64,7 @@ def read_text(path: Any) -> str:
         raise ConfigFileError(f"The options file {str(path)!r} cannot be read: {reason}") from error
 
 
-def read_object(text: Any) -> dict[str, Any]:
+def read_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object that holds options."""
     try:
         found = parse_json(text)
@@ -87,7 +88,7 @@ def calling(setter: str) -> Iterator[None]:
         raise ConfigFileError(f"{setter} does not take these arguments: {error}") from error
 
 
-def read_line(options: Any, line: str, number: int, source: Any) -> None:
+def read_line(options: OptionsDict, line: str, number: int, source: object) -> None:
     """Call the setter that a line names."""
     where = f"line {number} of {source}"
     try:
@@ -108,7 +109,7 @@ def read_line(options: Any, line: str, number: int, source: Any) -> None:
         ) from None
 
 
-def named_setter(options: Any, path: str) -> Any:
+def named_setter(options: OptionsDict, path: str) -> Any:
     """A setter of options or of one of their parts, by its dotted name."""
     try:
         return _setter(options, path)
@@ -119,7 +120,7 @@ def named_setter(options: Any, path: str) -> Any:
         ) from None
 
 
-def _setter(options: Any, path: str) -> Any:
+def _setter(options: OptionsDict, path: str) -> Any:
     *parts, name = path.split(".")
     target = options
     for part in parts:
@@ -136,7 +137,7 @@ def _setter(options: Any, path: str) -> Any:
     return found.__get__(target)
 
 
-def _set(options: Any, call: ast.Call) -> Any:
+def _set(options: OptionsDict, call: ast.Call) -> Any:
     """Call a setter; several may be chained."""
     inner = call.func
     if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Call):

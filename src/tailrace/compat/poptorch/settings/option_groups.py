@@ -39,7 +39,9 @@ class TrainingOptions(OptionsDict):
         """
         return self.set(gradient_accumulation=gradient_accumulation)
 
-    def accumulationAndReplicationReductionType(self, reduction_type: Any) -> TrainingOptions:
+    def accumulationAndReplicationReductionType(
+        self, reduction_type: enums.ReductionType
+    ) -> TrainingOptions:
         """Whether gradients are averaged or summed.
 
         Args:
@@ -56,7 +58,9 @@ class TrainingOptions(OptionsDict):
             )
         return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
-    def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: Any) -> TrainingOptions:
+    def setMeanAccumulationAndReplicationReductionStrategy(
+        self, strategy: enums.MeanReductionStrategy
+    ) -> TrainingOptions:
         """When a mean is divided: `Running` never holds more than one gradient's worth.
 
         Args:
@@ -154,7 +158,7 @@ class PrecisionOptions(OptionsDict):
 class DistributedOptions(OptionsDict):
     """`options.Distributed`: which process this is, of how many.
 
-    Loaders share out their dataset by it, and each process may run its own inference model. A training
+    Loaders divide their dataset by it, and each process may run its own inference model. A training
     model runs in one process.
 
     >>> from tailrace.compat import poptorch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tailrace.compat.poptorch.enums import AutoStage, Liveness
@@ -233,7 +234,7 @@ class SerialPhasedExecution(_Phased):
         return self
 
 
-def _stage(value: Any) -> Stage:
+def _stage(value: Stage | str | Iterable[str]) -> Stage:
     if isinstance(value, Stage):
         return value
     return Stage(value) if isinstance(value, str) else Stage(*value)

@@ -12,7 +12,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,7 +144,7 @@ def _malt() -> Any:
     return Rewriter()
 
 
-def _operators(variables: Any) -> dict[str, Any]:
+def _operators(variables: types.ModuleType) -> dict[str, Any]:
     """What rewritten code calls, by the names that it calls it by."""
 
     def is_missing(value: TensorLike) -> bool:
@@ -167,13 +167,13 @@ def _operators(variables: Any) -> dict[str, Any]:
         )
 
     def for_stmt(
-        iter_: Any,
+        iter_: Iterable[Any],
         extra_test: Callable[..., Any],
         body: Callable[..., Any],
         get_state: Read,
         set_state: Write,
         names: Sequence[str],
-        _: Any,
+        _: object,
     ) -> None:
         # Outside of a program an array is iterated by Python, row by row.
         if current() is not None and isinstance(iter_, jax.Array | loops.Range):
@@ -192,7 +192,7 @@ def _operators(variables: Any) -> dict[str, Any]:
         get_state: Read,
         set_state: Write,
         names: Sequence[str],
-        _: Any,
+        _: object,
     ) -> None:
         # Asked again in each pass: a condition may be Python's at first, and the device's once the
         # body has changed what it reads.
@@ -222,7 +222,7 @@ def _operators(variables: Any) -> dict[str, Any]:
             orelse()
 
     def if_exp(
-        cond: TensorLike, if_true: Callable[..., Any], if_false: Callable[..., Any], _: Any
+        cond: TensorLike, if_true: Callable[..., Any], if_false: Callable[..., Any], _: object
     ) -> Any:
         if is_device_value(cond):
             return either(cond, lambda: [if_true()], lambda: [if_false()])[0]

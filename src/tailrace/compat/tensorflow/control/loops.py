@@ -35,7 +35,10 @@ class Range:
 
 
 def for_loop(
-    items: Any, body: Callable[[Any], None], symbols: Symbols, again: Callable[[], Any] | None
+    items: jax.Array | Range,
+    body: Callable[[Any], None],
+    symbols: Symbols,
+    again: Callable[[], Any] | None,
 ) -> None:
     """Run `body` for each item, in the program.
 

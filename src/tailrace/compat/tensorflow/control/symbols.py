@@ -48,7 +48,7 @@ class Symbols:
         """The values now; MISSING for a name that has none."""
         return [MISSING if self._has_none(value) else value for value in self.read()]
 
-    def _has_none(self, value: Any) -> bool:
+    def _has_none(self, value: object) -> bool:
         return self.is_missing(value) or (isinstance(value, TensorArray) and not value.is_written)
 
     def put(self, values: Sequence[Any], undefined: Sequence[Any]) -> None:

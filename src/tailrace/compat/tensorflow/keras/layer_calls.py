@@ -17,8 +17,8 @@ import keras
 from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call
 from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.state import Found, Scope, current, scope_of
+from tailrace.compat.nests import leaves
 from tailrace.compat.tensorflow.control import autograph
-from tailrace.compat.tensorflow.operations.table import leaves
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
 from tailrace.keras.keras_internals import hook

@@ -143,14 +143,14 @@ def _weight(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **
     return plain(layer, *args, **kwargs)
 
 
-def _compiled_loss(model: Any) -> Any:
+def _compiled_loss(model: keras.Model) -> Any:
     """What `compile` was given as loss, with what layers add."""
 
     def loss(
         y_true: TensorLike,
         y_pred: TensorLike,
         sample_weight: TensorLike = None,
-        regularization_losses: Any = None,
+        regularization_losses: object = None,
     ) -> Any:
         del regularization_losses  # compute_loss adds them
         return model.compute_loss(y=y_true, y_pred=y_pred, sample_weight=sample_weight)

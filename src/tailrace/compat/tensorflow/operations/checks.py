@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.compat.nests import leaves, map_leaves
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.control.symbols import is_device_value
-from tailrace.compat.tensorflow.operations.table import leaves, mapped, operation
+from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.messages import note_once
 
 VALUES = [
@@ -49,7 +50,7 @@ def _check(path: str, *others: str, about_form: bool = False, returns: bool = Fa
         """TensorFlow's check, of what is known when the program is made."""
         known = not any(map(is_device_value, leaves((args, kwargs))))
         if known or about_form:
-            host.named(path)(*mapped(_on_host, args), **mapped(_on_host, kwargs))
+            host.named(path)(*map_leaves(_on_host, args), **map_leaves(_on_host, kwargs))
         else:
             note_once(
                 f"tf.{path} does not check values of the device: programs do not stop for one, as "

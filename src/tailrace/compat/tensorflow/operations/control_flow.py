@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from tailrace.compat.tensorflow.control.branches import either
 from tailrace.compat.tensorflow.control.loops import Range
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
-from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
@@ -91,6 +91,9 @@ def while_loop(
     cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Tree, **options: Any
 ) -> Any:
     """Run a body for as long as a condition holds; `maximum_iterations=` limits it."""
+    # How TensorFlow ran a loop; here it is one of the program, of the shapes that it begins with.
+    how = ("shape_invariants", "parallel_iterations", "back_prop", "swap_memory")
+    only("while_loop", options, "maximum_iterations", *how)
     most = options.get("maximum_iterations")
     scope = current()
     if scope is not None and any(map(_is_unwritten, loop_vars)):
@@ -197,7 +200,7 @@ def print_(*inputs: Any, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def control_dependencies(control_inputs: Any) -> Iterator[None]:
+def control_dependencies(control_inputs: Sequence[Any] | None) -> Iterator[None]:
     """In a graph of TensorFlow 1, what is described inside is done after these.
 
     Elsewhere without effect: what is written first is done first.

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from tailrace.compat.arguments import Index
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.dtypes import DType, narrowed
-from tailrace.data.array_like import DTypeLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.jaxprs.internals import Tracer
 
 OPERATIONS = frozenset(
@@ -56,17 +57,19 @@ OPERATIONS = frozenset(
 class Lengths(np.ndarray):
     """Known lengths, one or several; what is computed from them by Python's operators is known too."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> Any:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(index)):
             return jnp.asarray(self)[index]  # which of them is known only when the program runs
         return known(super().__getitem__(index))
 
-    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+    def __array_wrap__(
+        self, array: np.ndarray, context: object = None, return_scalar: bool = False
+    ) -> Any:
         del context, return_scalar
         return known(array)
 
 
-def known(found: Any) -> Lengths:
+def known(found: TensorLike) -> Lengths:
     """Numbers as known lengths.
 
     >>> known([4, 3])[0] // 2
@@ -75,7 +78,7 @@ def known(found: Any) -> Lengths:
     return np.asarray(found).view(Lengths)
 
 
-def lengths_of(tensor: Any, found: Any, dtype: DTypeLike) -> Any:
+def lengths_of(tensor: TensorLike, found: int | tuple[Any, ...], dtype: DTypeLike) -> Any:
     """Numbers that a tensor's shape gives: known ones in a program, a tensor elsewhere.
 
     While Keras asks a layer for the shape of its result, the length of the batch is a symbol; a shape

@@ -11,7 +11,7 @@ from keras import ops
 
 from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.operations.elementwise import tensor
-from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import TensorLike
 
 
@@ -33,7 +33,7 @@ def matmul(
     **sparse: Any,
 ) -> Any:
     """The product of matrices."""
-    del sparse
+    only("matmul", sparse, "a_is_sparse", "b_is_sparse")
     return ops.matmul(_turned(a, transpose_a, adjoint_a), _turned(b, transpose_b, adjoint_b))
 
 
@@ -52,7 +52,7 @@ def tensordot(a: TensorLike, b: TensorLike, axes: Any) -> Any:
 @operation("einsum", "linalg.einsum")
 def einsum(equation: str, *inputs: Any, **kwargs: Any) -> Any:
     """A product in Einstein's notation."""
-    del kwargs
+    only("einsum", kwargs, "optimize")
     return ops.einsum(equation, *inputs)
 
 

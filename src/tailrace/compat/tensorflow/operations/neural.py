@@ -12,7 +12,7 @@ from keras import ops
 from tailrace.compat.arguments import Axes, SeedLike
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.random_numbers import next_seed
-from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
@@ -123,7 +123,7 @@ def l2_normalize(x: TensorLike, axis: Axes = None, epsilon: float = 1e-12) -> An
 
 
 @operation("nn.moments")
-def moments(x: TensorLike, axes: Axes, shift: Any = None, keepdims: bool = False) -> Any:
+def moments(x: TensorLike, axes: Axes, shift: object = None, keepdims: bool = False) -> Any:
     """Mean and variance over axes."""
     del shift
     return ops.moments(tensor(x), tuple(axes) if isinstance(axes, list) else axes, keepdims)
@@ -157,6 +157,7 @@ def dropout(
     """Elements set to 0 by chance, the others scaled up."""
     import keras
 
+    only("nn.dropout", older, "keep_prob")
     rate = 1 - older["keep_prob"] if "keep_prob" in older else rate
     return keras.random.dropout(tensor(x), rate, noise_shape, seed=next_seed(seed))
 
@@ -176,9 +177,14 @@ def embedding_lookup(
     """Rows of a table.
 
     Raises:
-        OptionError: `max_norm` is given.
+        OptionError: `max_norm` is given, or the table comes in parts.
     """
-    del partition
+    only("nn.embedding_lookup", partition, "partition_strategy", "validate_indices")
+    if isinstance(params, list | tuple) and len(params) > 1:
+        raise OptionError(
+            f"tf.nn.embedding_lookup takes one table. Received: a list of {len(params)}, which "
+            f"TensorFlow takes for the parts of one. Join them first: tf.concat(params, 0)."
+        )
     if max_norm is not None:
         raise OptionError(
             "tf.nn.embedding_lookup is available without max_norm: clip the rows after it."
@@ -224,6 +230,7 @@ def _convolution(dims: int) -> None:
         **older: Any,
     ) -> Any:
         """A convolution; `padding` is "SAME" or "VALID"."""
+        only(f"nn.conv{dims}d", older, "filter", "stride", "use_cudnn_on_gpu")
         kernel = older.get("filter", filters)
         strides = older.get("stride", strides)
         dilation = 1 if dilations is None else _middle(dilations, dims, data_format)
@@ -278,7 +285,7 @@ def conv2d_transpose(
     steps = _middle(strides, 2, data_format)
     dilation = 1 if dilations is None else _middle(dilations, 2, data_format)
 
-    def forward(image: Any) -> Any:
+    def forward(image: TensorLike) -> Any:
         return ops.conv(image, kernel, steps, _padding(padding), _format(data_format), dilation)
 
     wanted = jax.ShapeDtypeStruct(shape, given.dtype)

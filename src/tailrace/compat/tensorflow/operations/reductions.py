@@ -14,7 +14,7 @@ from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
-from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
@@ -77,6 +77,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
         input_tensor: TensorLike, axis: Axes = None, keepdims: bool = False, **older: Any
     ) -> Any:
         """Over an axis, several, or all of them, as in TensorFlow."""
+        only("reduce_...", older, "reduction_indices", "keep_dims")
         axis = older.get("reduction_indices", axis)
         keepdims = older.get("keep_dims", keepdims)
         if axis is not None and _axes(axis) == ():  # each element by itself
@@ -98,6 +99,7 @@ def argmax(
     input: TensorLike, axis: Axes = None, output_type: DTypeLike = "int64", **older: Any
 ) -> Any:
     """The place of the largest element along an axis; along the first if none is given."""
+    only("argmax", older, "dimension")
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmax(input, axis=0 if axis is None else axis), narrowed(output_type))
 
@@ -107,6 +109,7 @@ def argmin(
     input: TensorLike, axis: Axes = None, output_type: DTypeLike = "int64", **older: Any
 ) -> Any:
     """The place of the smallest element along an axis; along the first if none is given."""
+    only("argmin", older, "dimension")
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmin(input, axis=0 if axis is None else axis), narrowed(output_type))
 
@@ -183,7 +186,7 @@ def searchsorted(
     """Where values would be inserted, in each row of sorted ones."""
     rows, given = jnp.asarray(sorted_sequence), jnp.asarray(values)
 
-    def places(row: Any, value: Any) -> Any:
+    def places(row: jax.Array, value: jax.Array) -> Any:
         return jnp.searchsorted(row, value, side=side).astype(narrowed(out_type))
 
     for _ in rows.shape[:-1]:
@@ -218,7 +221,7 @@ def bincount(arr: TensorLike, weights: TensorLike = None, minlength: int | None 
 
 
 def _segments(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(data: TensorLike, segment_ids: TensorLike, num_segments: Any = None) -> Any:
+    def computed(data: TensorLike, segment_ids: TensorLike, num_segments: TensorLike = None) -> Any:
         """Over the rows of each segment, by the numbers in `segment_ids`.
 
         Raises:

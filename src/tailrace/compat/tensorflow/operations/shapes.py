@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from keras import ops
 
 from tailrace.compat.arguments import Axes
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.lengths import is_symbol, lengths_of
-from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
@@ -43,7 +43,9 @@ def shape_of(given: object) -> tuple[int, ...]:
 
 @operation("constant")
 def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None) -> Any:
-    """An array of a value; a number fills a shape."""
+    """An array of a value; a number fills a shape. Text is TensorFlow's own: only the host has it."""
+    if isinstance(value, str | bytes):
+        return host.named("constant")(value, dtype, shape)
     found = tensor(value) if dtype is None else jnp.asarray(value, narrowed(dtype))
     if shape is None:
         return found
@@ -224,6 +226,7 @@ def expand_dims(input: TensorLike, axis: int) -> Any:
 @operation("squeeze")
 def squeeze(input: TensorLike, axis: Axes = None, **older: Any) -> Any:
     """Without axes of length 1."""
+    only("squeeze", older, "squeeze_dims")
     axis = older.get("squeeze_dims", axis)
     axis = None if axis is None or axis == [] else axis
     return ops.squeeze(input, tuple(axis) if isinstance(axis, list) else axis)
@@ -256,7 +259,9 @@ def unstack(value: TensorLike, num: int | None = None, axis: int = 0) -> Any:
 
 
 @operation("split")
-def split(value: TensorLike, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> Any:
+def split(
+    value: TensorLike, num_or_size_splits: ShapeLike, axis: int = 0, num: int | None = None
+) -> Any:
     """A tensor cut along an axis, into equal parts or parts of these lengths."""
     del num
     if isinstance(num_or_size_splits, int | np.integer):
@@ -313,7 +318,7 @@ def reverse(tensor: TensorLike, axis: Axes) -> Any:
 
 
 @operation("roll")
-def roll(input: TensorLike, shift: Any, axis: Axes) -> Any:
+def roll(input: TensorLike, shift: TensorLike, axis: Axes) -> Any:
     """Elements shifted along an axis; those shifted out are inserted at the other end."""
     return ops.roll(tensor(input), shift, axis)
 
@@ -333,7 +338,7 @@ def where(condition: TensorLike, x: TensorLike = None, y: TensorLike = None) -> 
 def gather(
     params: Tree,
     indices: TensorLike,
-    validate_indices: Any = None,
+    validate_indices: object = None,
     axis: int | None = None,
     batch_dims: int = 0,
 ) -> Any:
@@ -362,7 +367,7 @@ def gather(
 def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
     """The parts at these places; a place is a row of `indices`, in each element of a batch."""
 
-    def parts(rows: Any, places: Any) -> Any:
+    def parts(rows: jax.Array, places: jax.Array) -> Any:
         return rows[tuple(jnp.moveaxis(places, -1, 0))]
 
     for _ in range(batch_dims):
@@ -486,11 +491,6 @@ def _scattered(name: str) -> None:
 
 for _name in ("update", "add", "sub", "max", "min"):
     _scattered(_name)
-
-
-def is_symbolic(value: TensorLike) -> bool:
-    """Whether a value is a symbolic tensor of Keras."""
-    return isinstance(value, keras.KerasTensor)
 
 
 for _name in ("dsplit", "hsplit", "vsplit", "dstack", "hstack", "vstack"):

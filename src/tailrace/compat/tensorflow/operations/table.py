@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,9 +18,11 @@ from tailrace.compat.ipu.graph.deferred import (
 )
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
+from tailrace.compat.nests import leaves, map_leaves
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.operations import lengths
-from tailrace.data.array_like import TensorLike
+from tailrace.compat.tensorflow.tensor_shape import TensorShape
+from tailrace.errors import OptionError
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """What there is, by its name in TensorFlow: `reduce_mean`, `math.reduce_mean`, `nn.relu`."""
@@ -37,7 +39,8 @@ def operation(
     """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        takes_name = "name" in inspect.signature(function).parameters
+        signature = inspect.signature(function)
+        takes_name = "name" in signature.parameters
         computes_lengths = paths[0].rpartition(".")[2] in lengths.OPERATIONS
 
         @functools.wraps(function)
@@ -49,10 +52,15 @@ def operation(
                 return deferred_call(called, args, kwargs)
             if not takes_name:
                 kwargs.pop("name", None)
+            args, kwargs = _plain(args), _plain(kwargs)
             if computes_lengths and lengths.are_lengths(leaves((args, kwargs))):
+                # Of lengths alone: computed now, by numpy's rules, so that shapes can be made of it.
                 with jax.ensure_compile_time_eval():
-                    return mapped(lengths.known, function(*args, **kwargs))
-            return function(*_plain(args), **_plain(kwargs))
+                    return map_leaves(lengths.known, function(*args, **kwargs))
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                raise _refused(paths[0], signature, args, kwargs) or error from error
 
         called.__name__ = called.__qualname__ = paths[0].rpartition(".")[2]
         for path in paths:
@@ -62,34 +70,32 @@ def operation(
     return enter
 
 
+def _refused(
+    path: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OptionError | None:
+    """What to say of arguments that an operation does not take; None: they are not what is wrong."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        taken = ", ".join(signature.parameters)
+        return OptionError(f"tf.{path} takes {taken}. Received other arguments: {error}.")
+    return None
+
+
+def only(path: str, given: Mapping[str, Any], *known: str) -> None:
+    """Refuse further arguments of an operation, but for these names that it once had."""
+    if unknown := sorted(set(given) - set(known)):
+        raise OptionError(
+            f"tf.{path} has no argument {unknown[0]!r}. Of older versions it takes "
+            f"{', '.join(known)}."
+        )
+
+
 def names_under(prefix: str) -> list[str]:
     """The names in a module of the table: those under `nn`, or at the top for an empty prefix."""
     start = f"{prefix}." if prefix else ""
     ends = [path.removeprefix(start) for path in OPERATIONS if path.startswith(start)]
     return sorted({end for end in ends if "." not in end})
-
-
-def leaves(value: TensorLike) -> Iterator[Any]:
-    """The leaves of a nest of lists, tuples and dicts."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from leaves(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from leaves(inner)
-    else:
-        yield value
-
-
-def mapped(function: Callable[[Any], Any], value: TensorLike) -> Any:
-    """A nest with its leaves replaced."""
-    if isinstance(value, dict):
-        return {key: mapped(function, inner) for key, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, inner) for inner in value))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(function, inner) for inner in value)
-    return function(value)
 
 
 def _kind(given: object, draws: bool) -> str:
@@ -108,14 +114,16 @@ def _kind(given: object, draws: bool) -> str:
 
 
 def _plain(given: object) -> Any:
-    """Arguments with variables read, and tensors of TensorFlow that have values as arrays."""
+    """Arguments with variables read, shapes as tuples, and tensors of TensorFlow as arrays."""
 
     def one(leaf: object) -> Any:
         if isinstance(leaf, IpuVariable):
             return leaf.value()
+        if isinstance(leaf, TensorShape) and leaf.rank is not None:
+            return tuple(leaf.as_list())
         return host.to_array(leaf) if host.is_tensor(leaf) else leaf
 
-    return mapped(one, given)
+    return map_leaves(one, given)
 
 
 def _for_host(given: object) -> Any:
@@ -124,4 +132,4 @@ def _for_host(given: object) -> Any:
     def one(leaf: object) -> Any:
         return np.asarray(leaf) if type(leaf).__module__.startswith("jax") else leaf
 
-    return mapped(one, given)
+    return map_leaves(one, given)

@@ -12,7 +12,7 @@ from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import Operation, deferred_call, describing
 from tailrace.compat.ipu.graph.named_variables import get_variable, trainable_variables
 from tailrace.compat.ipu.graph.state import value_of
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 
 class ExponentialMovingAverage:
@@ -73,6 +73,6 @@ class _Value:
     def __init__(self, variable: VariableLike) -> None:
         self._variable = variable
 
-    def __call__(self, shape: Any, dtype: Any) -> Any:
+    def __call__(self, shape: ShapeLike, dtype: DTypeLike) -> Any:
         del shape, dtype
         return value_of(self._variable)

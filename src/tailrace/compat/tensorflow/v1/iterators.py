@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.ipu.errors import FailedPreconditionError, OutOfRangeError
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Operation, computing, describing
-from tailrace.compat.tensorflow.operations.table import leaves, mapped
+from tailrace.compat.nests import leaves, map_leaves, rebuild
 
 
 class Iterator:
@@ -20,7 +21,7 @@ class Iterator:
         started: whether it needs no initializer.
     """
 
-    def __init__(self, dataset: Any, started: bool) -> None:
+    def __init__(self, dataset: DatasetLike, started: bool) -> None:
         self._dataset = dataset
         self._elements = iter(dataset) if started else None
 
@@ -41,10 +42,11 @@ class Iterator:
         """
         del name
         if not describing():
-            return mapped(np.asarray, self._next())
+            return map_leaves(np.asarray, self._next())
         whole = Deferred(lambda _: [np.asarray(leaf) for leaf in leaves(self._next())], "get_next")
-        numbers = iter(range(len(list(leaves(self._dataset.element_spec)))))
-        return mapped(lambda _: whole[next(numbers)], self._dataset.element_spec)
+        spec = self._dataset.element_spec
+        # One description for all parts: a run takes one element, however many of its parts it fetches.
+        return rebuild(spec, (whole[number] for number in range(len(leaves(spec)))))
 
     def _next(self) -> Any:
         if self._elements is None:
@@ -60,12 +62,12 @@ class Iterator:
                 ) from None
 
 
-def make_one_shot_iterator(dataset: Any) -> Iterator:
+def make_one_shot_iterator(dataset: DatasetLike) -> Iterator:
     """The elements of a dataset, once."""
     return Iterator(dataset, started=True)
 
 
-def make_initializable_iterator(dataset: Any, shared_name: str | None = None) -> Iterator:
+def make_initializable_iterator(dataset: DatasetLike, shared_name: str | None = None) -> Iterator:
     """The elements of a dataset, from when the initializer is run."""
     del shared_name
     return Iterator(dataset, started=False)

@@ -11,7 +11,7 @@ from tailrace.compat.tensorflow.operations import neural
 from tailrace.compat.tensorflow.operations.matrices import tensordot
 from tailrace.compat.tensorflow.operations.shapes import reshape, shape_of
 from tailrace.compat.tensorflow.operations.table import OPERATIONS
-from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import OptionError
 
 Activation = Callable[[Any], Any] | None
@@ -29,7 +29,7 @@ def _pair(value: ShapeLike) -> list[int]:
 
 
 def _finished(
-    out: Any, channels: int, activation: Activation, use_bias: bool, initializer: Initializer
+    out: TensorLike, channels: int, activation: Activation, use_bias: bool, initializer: Initializer
 ) -> Any:
     if use_bias:
         bias = get_variable("bias", [channels], initializer=initializer or _zeros)
@@ -37,7 +37,7 @@ def _finished(
     return out if activation is None else activation(out)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return OPERATIONS["zeros"](shape, dtype)
 
 
@@ -49,7 +49,7 @@ def dense(
     kernel_initializer: Initializer = None,
     bias_initializer: Initializer = None,
     name: str | None = None,
-    reuse: Any = None,
+    reuse: object = None,
 ) -> Any:
     """Sums of products with a matrix."""
     del reuse  # variables are always found again by their names
@@ -70,7 +70,7 @@ def conv2d(
     kernel_initializer: Initializer = None,
     bias_initializer: Initializer = None,
     name: str | None = None,
-    reuse: Any = None,
+    reuse: object = None,
 ) -> Any:
     """A convolution of images whose channels come last."""
     del reuse

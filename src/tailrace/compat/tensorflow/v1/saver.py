@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.compat.arguments import VariableLike
+from tailrace.compat.arguments import SessionLike, VariableLike
 from tailrace.compat.ipu.errors import IPUValueError, NotFoundError
 from tailrace.compat.ipu.graph.deferred import Feed, computing
 from tailrace.compat.ipu.graph.named_variables import variables_by_name
@@ -46,7 +46,9 @@ class Saver:
         self._given, self._most = var_list, max_to_keep
         self.last_checkpoints: list[str] = []
 
-    def save(self, sess: Any, save_path: str, global_step: VariableLike = None, **_: Any) -> str:
+    def save(
+        self, sess: SessionLike, save_path: str, global_step: VariableLike = None, **_: Any
+    ) -> str:
         """Write the values; returns the path to restore from.
 
         Args:
@@ -71,7 +73,7 @@ class Saver:
             remove(self.last_checkpoints.pop(0))
         return save_path
 
-    def restore(self, sess: Any, save_path: str) -> None:
+    def restore(self, sess: SessionLike, save_path: str) -> None:
         """Give the variables the values in a file.
 
         Args:

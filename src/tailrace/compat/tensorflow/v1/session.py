@@ -25,8 +25,9 @@ from tailrace.compat.ipu.graph.named_variables import (
 from tailrace.compat.ipu.graph.operations import Operation, ResultText, Undelivered
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
+from tailrace.compat.nests import map_leaves
 from tailrace.compat.tensorflow.dtypes import narrowed
-from tailrace.compat.tensorflow.structures import TensorShape
+from tailrace.compat.tensorflow.tensor_shape import TensorShape
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import is_tracing
@@ -55,15 +56,16 @@ class Placeholder(Deferred):
         dtype: DTypeLike,
         shape: ShapeLike = None,
         name: str | None = None,
-        default: Any = None,
+        default: TensorLike = None,
     ):
         super().__init__(self._missing, name or "Placeholder")
         self.dtype, self._default = narrowed(dtype), default
-        self.shape = None if shape is None else TensorShape(shape)
+        self.shape = TensorShape(shape)
 
     def _missing(self, feed: Feed) -> Any:
-        if isinstance(feed, Forms) and self.shape is not None:
-            return jnp.zeros([feed.unknown if n is None else n for n in self.shape], self.dtype)
+        if isinstance(feed, Forms) and self.shape.rank is not None:
+            lengths = self.shape.as_list()
+            return jnp.zeros([feed.unknown if n is None else n for n in lengths], self.dtype)
         if self._default is not None:
             return np.asarray(deferred.evaluated(self._default, feed), self.dtype)
         if current() is not None:
@@ -135,7 +137,7 @@ class Session:
     2.0
     """
 
-    def __init__(self, target: str = "", graph: Any = None, config: Any = None) -> None:
+    def __init__(self, target: str = "", graph: Graph | None = None, config: object = None) -> None:
         del target, config
         self.graph = graph or get_default_graph()
         self._token: Any = None
@@ -161,8 +163,8 @@ class Session:
         self,
         fetches: Tree,
         feed_dict: Mapping[Any, Any] | None = None,
-        options: Any = None,
-        run_metadata: Any = None,
+        options: object = None,
+        run_metadata: object = None,
     ) -> Any:
         """The values of what is fetched: one thing, or a nest of them.
 
@@ -183,7 +185,7 @@ class Session:
         steps: list[Step] = []
         # Programs are traced when they first run, and ask for variables of the graph.
         with self.graph.as_default(), deferred.computing(feed):
-            found = _fetched(fetches, feed, steps)
+            found = map_leaves(lambda one: _fetched(one, feed, steps), fetches)
             for step in steps:  # at the end: what else is fetched is of before the update
                 step.value(feed)
         return found
@@ -198,7 +200,7 @@ class Session:
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
-def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
+def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
@@ -206,10 +208,6 @@ def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
         return fetch if isinstance(fetch, ResultText) else _host(_named(fetch))
     if isinstance(fetch, Undelivered):
         return fetch.again()
-    if isinstance(fetch, dict):
-        return {key: _fetched(value, feed, steps) for key, value in fetch.items()}
-    if isinstance(fetch, list | tuple):
-        return type(fetch)(_fetched(value, feed, steps) for value in fetch)
     if isinstance(fetch, CompiledOp | Deferred):
         return jax.tree.map(_host, fetch.value(feed))
     if isinstance(fetch, Operation):
@@ -365,7 +363,9 @@ def get_default_session() -> Session | None:
         return None
 
 
-def InteractiveSession(target: str = "", graph: Any = None, config: Any = None) -> Session:
+def InteractiveSession(
+    target: str = "", graph: Graph | None = None, config: object = None
+) -> Session:
     """A session that is the one around from now on, until it is closed.
 
     Args:

@@ -50,7 +50,7 @@ class FileWriter:
         graph: without effect, as are other options.
     """
 
-    def __init__(self, logdir: str, graph: Any = None, **_: Any) -> None:
+    def __init__(self, logdir: str, graph: object = None, **_: Any) -> None:
         del graph
         self._file = host.named("summary.create_file_writer")(logdir)
 

@@ -24,7 +24,8 @@ from tailrace.compat.tensorflow.v1 import decays as _decays  # noqa: F401  (fill
 from tailrace.compat.tensorflow.v1 import gradients as _gradients  # noqa: F401
 from tailrace.compat.tensorflow.v1 import iterators as _iterators
 from tailrace.compat.tensorflow.v1 import layers as _layers
-from tailrace.compat.tensorflow.v1 import losses as _losses  # noqa: F401
+from tailrace.compat.tensorflow.v1 import losses as _losses
+from tailrace.compat.tensorflow.v1 import operations as _operations
 from tailrace.compat.tensorflow.v1 import optimizers as _optimizers
 from tailrace.compat.tensorflow.v1 import saver as _saver
 from tailrace.compat.tensorflow.v1 import summaries as _summaries
@@ -48,6 +49,7 @@ from tailrace.compat.tensorflow.v1.session import (
 )
 from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_default_graph
 from tailrace.compat.tensorflow.v1.session import variables_initializer as variables_initializer
+from tailrace.data.array_like import TensorLike as _TensorLike
 
 local_variables_initializer = tables_initializer = _nothing
 disable_resource_variables = enable_resource_variables = _nothing
@@ -67,10 +69,22 @@ def enable_v2_behavior() -> None:
 disable_eager_execution, enable_eager_execution = disable_v2_behavior, enable_v2_behavior
 
 
-def _global_step(graph: Any = None) -> Any:
+def _global_step(graph: object = None) -> Any:
     """The variable that counts steps; made if there is none yet."""
     del graph
     return get_variable("global_step", [], "int32", trainable=False)
+
+
+class _Former(_Namespace):
+    """A module of operations: those of TensorFlow 1 where they differ, else those of TensorFlow 2."""
+
+    def __init__(self, path: str, otherwise: str) -> None:
+        super().__init__(path)
+        self._otherwise = otherwise
+
+    def __getattr__(self, name: str) -> Any:
+        found = _OPERATIONS.get(f"{self._path}.{name}")
+        return getattr(getattr(_tf, self._otherwise), name) if found is None else found
 
 
 train = _Namespace(
@@ -99,6 +113,13 @@ train = _Namespace(
 )
 assign, assign_add, assign_sub = map(_assignment, ("assign", "assign_add", "assign_sub"))
 AUTO_REUSE = True
+
+
+def dimension_value(dimension: Any) -> int | None:
+    """A length of a shape as a number; None if it is not known."""
+    return getattr(dimension, "value", dimension)
+
+
 GraphKeys = _Namespace(
     "compat.v1.GraphKeys",
     {"GLOBAL_VARIABLES": "variables", "TRAINABLE_VARIABLES": "trainable_variables"}
@@ -107,7 +128,8 @@ GraphKeys = _Namespace(
         for name in ("LOSSES", "REGULARIZATION_LOSSES", "UPDATE_OPS", "SUMMARIES")
     },
 )
-losses = _Namespace("compat.v1.losses")
+losses = _Namespace("compat.v1.losses", _losses.LOSS_NAMES)
+nn = _Former("compat.v1.nn", "nn")
 data = _Namespace("data", _iterators.ITERATORS, on_host=True)
 summary = _Namespace("compat.v1.summary", _summaries.SUMMARIES)
 layers = _Namespace("compat.v1.layers", _layers.LAYERS)
@@ -134,23 +156,47 @@ class _Metrics:
 metrics = _Metrics()
 
 
-def to_float(x: Any, name: str | None = None) -> Any:
+def to_float(x: _TensorLike, name: str | None = None) -> Any:
     """The values as float32."""
     return _OPERATIONS["cast"](x, "float32", name=name)
 
 
-def to_int32(x: Any, name: str | None = None) -> Any:
+def to_int64(x: _TensorLike, name: str | None = None) -> Any:
+    """The values as int64, which are 32 bits wide here."""
+    return _OPERATIONS["cast"](x, "int64", name=name)
+
+
+def to_int32(x: _TensorLike, name: str | None = None) -> Any:
     """The values as int32."""
     return _OPERATIONS["cast"](x, "int32", name=name)
 
 
+_IN_MATH = (
+    "angle bincount ceil conj count_nonzero cumprod digamma erf erfc expm1 floordiv floormod imag "
+    "is_finite is_inf is_nan lgamma log log1p log_sigmoid logical_xor mod real reciprocal rint rsqrt "
+    "segment_max segment_min segment_prod segment_sum unsorted_segment_max unsorted_segment_min "
+    "unsorted_segment_prod unsorted_segment_sum"
+)
 _RENAMED = {
+    **{name: f"math.{name}" for name in _IN_MATH.split()},
+    **{name: f"linalg.{name}" for name in ("cholesky", "global_norm", "qr", "trace")},
+    "depth_to_space": "nn.depth_to_space",
+    "lin_space": "linspace",
+    "matrix_band_part": "linalg.band_part",
+    "matrix_determinant": "linalg.det",
+    "matrix_diag": "linalg.diag",
+    "matrix_diag_part": "linalg.diag_part",
+    "matrix_inverse": "linalg.inv",
+    "matrix_solve": "linalg.solve",
+    "matrix_transpose": "linalg.matrix_transpose",
     "random_normal": "random.normal",
+    "random_shuffle": "random.shuffle",
     "random_uniform": "random.uniform",
-    "truncated_normal": "random.truncated_normal",
+    "reverse_v2": "reverse",
+    "self_adjoint_eig": "linalg.eigh",
     "set_random_seed": "random.set_seed",
-    "div": "compat.v1.div",
-    "log": "math.log",
+    "space_to_depth": "nn.space_to_depth",
+    "truncated_normal": "random.truncated_normal",
 }
 """Names of TensorFlow 1 that have another since."""
 
@@ -167,6 +213,10 @@ def __getattr__(name: str) -> Any:
     if name in _HOST:
         return _host.named(f"compat.v1.{name}")
     path = _RENAMED.get(name, name)
+    if f"compat.v1.{name}" in _OPERATIONS:
+        return _OPERATIONS[f"compat.v1.{name}"]
+    if name in _operations.SCATTERS:
+        return _operations.SCATTERS[name]
     if path in _OPERATIONS:
         return _OPERATIONS[path]
     found: Any = _tf
