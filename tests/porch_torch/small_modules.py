@@ -14,6 +14,17 @@ def program_of(model):
     return model._program
 
 
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
 class SeedModel(nn.Module):
     """The classifier of the seed, smaller."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from small_modules import Call
 from torch import nn
 
 import tailrace as tr
@@ -15,17 +16,6 @@ import tailrace.torch as tt
 from oracles import assert_close
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
-
-
-class Call(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *given):
-        return self.function(*given)
 
 
 def ours(function, *given):

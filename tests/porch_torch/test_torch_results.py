@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from small_modules import Call
 
 from oracles import assert_close
 from tailrace.errors import ProgramError
@@ -18,15 +18,6 @@ DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32),
 )
-
-
-class Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, given):
-        return self.function(given)
 
 
 def check(function, given):

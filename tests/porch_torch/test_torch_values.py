@@ -250,6 +250,11 @@ def test_distributions_are_not_checked_inside_and_are_outside():
     ("between", "text"),
     [
         (lambda x, scale: x[x > 0].sum() * scale, r"A mask as an index, x\[mask\].*torch.where"),
+        (lambda x, scale: torch.bincount(x.long().flatten()), r"bincount does that.*one_hot"),
+        (lambda x, scale: x.nonzero() * scale, r"nonzero does that.*torch\.where\(mask"),
+        (lambda x, scale: x * x.sum().item() * scale, "item does that.*tt.print_tensor"),
+        (lambda x, scale: (f"{x.sum():.2f}", scale)[1], "__format__ does that.*tt.print_tensor"),
+        (lambda x, scale: functional.one_hot(x.long()) * scale, "Give it the number of classes"),
         (lambda x, scale: x if x.sum() > 0 else scale, "Python cannot branch.*Use torch.where"),
         (
             lambda x, scale: torch.distributions.Normal(x, scale, validate_args=True).rsample(),
@@ -260,7 +265,10 @@ def test_distributions_are_not_checked_inside_and_are_outside():
             "A transformation of torch.func .* in forward of Around cannot be traced",
         ),
     ],
-    ids=["mask", "branch", "inside-torch", "vmap"],
+    ids=[
+        "mask",
+        *["bincount", "nonzero", "item", "format", "one-hot", "branch", "inside-torch", "vmap"],
+    ],
 )
 def test_errors_say_what_to_do(between, text):
     class Around(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ def check(tested: str) -> None:
             raise VersionError(f"{error} {tested}") from None
 
 
-def _has(owner: Any, *names: str) -> bool:
+def _has(owner: object, *names: str) -> bool:
     return all(hasattr(owner, name) for name in names)
 
 

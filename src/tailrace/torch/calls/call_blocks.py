@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tailrace.devices.devices import Device
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 
@@ -32,7 +33,11 @@ class CallBlocks:
     """
 
     def __init__(
-        self, arrays: list[Any], counts: Sequence[int], sharding: Any, replicas: int
+        self,
+        arrays: list[Any],
+        counts: Sequence[int],
+        sharding: jax.sharding.Sharding | Device,
+        replicas: int,
     ) -> None:
         self._arrays, self._sharding, self._replicas = arrays, sharding, replicas
         self._waiting = deque(itertools.pairwise(itertools.accumulate(counts, initial=0)))

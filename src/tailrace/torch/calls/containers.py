@@ -179,8 +179,10 @@ def _attributes(value: object) -> dict[str, Any]:
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def _fields(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value)] if is_dataclass(value) else []
+def _fields(value: object) -> list[str]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return []
+    return [field.name for field in dataclasses.fields(value)]
 
 
 def _with_fields(value: object, fields: dict[str, Any]) -> Any:

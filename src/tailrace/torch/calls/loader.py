@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-import queue
-import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import torch
 from torch.utils import data as torch_data
@@ -14,9 +15,9 @@ from torch.utils import data as torch_data
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
-from tailrace.feeds.background import STOP_S
-from tailrace.feeds.waiting import LOOK_S, NOTE_S
-from tailrace.messages import logger, note_once
+from tailrace.feeds.background import Worker
+from tailrace.feeds.waiting import Lasting, Patience
+from tailrace.messages import note_once
 from tailrace.spans.span import is_traced, span
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
@@ -37,6 +38,15 @@ class DataLoaderMode(enum.StrEnum):
     SYNC = "sync"
     ASYNC = "async"
     ASYNC_REBATCHED = "async_rebatched"
+
+
+class Optioned(Protocol):
+    """A model, from the view of a loader."""
+
+    @property
+    def options(self) -> ModelOptions:
+        """The options of its calls."""
+        ...
 
 
 class DataLoader(torch_data.DataLoader):
@@ -73,8 +83,8 @@ class DataLoader(torch_data.DataLoader):
 
     def __init__(
         self,
-        options: Any,
-        dataset: Any,
+        options: Optioned | ModelOptions | int,
+        dataset: torch_data.Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
@@ -83,7 +93,7 @@ class DataLoader(torch_data.DataLoader):
         mode: DataLoaderMode | str = DataLoaderMode.SYNC,
         async_options: dict[str, Any] | None = None,
         rebatched_worker_size: int | None = None,
-        batch_sampler: Any = None,
+        batch_sampler: torch_data.Sampler[list[int]] | Iterable[list[int]] | None = None,
         **options_of_torch: Any,
     ) -> None:
         pieces = _pieces(options)
@@ -144,7 +154,8 @@ class DataLoader(torch_data.DataLoader):
                 f"With drop_last=False the last batch has {rows % whole} rows, and a compiled "
                 f"model takes {whole}. Pad it, or leave it out."
             )
-        self._running: list[Ahead] = []
+        # Weak: an epoch that the user has left ends with its iterator.
+        self._running: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
     def __iter__(self) -> Any:
         """Batches of `combined_batch_size` rows."""
@@ -159,7 +170,7 @@ class DataLoader(torch_data.DataLoader):
         if self.mode is DataLoaderMode.SYNC:
             return _waited_for(batches) if is_traced() else iter(batches)
         ahead = Ahead(batches, self._buffer)
-        self._running.append(ahead)
+        self._running.add(ahead)
         return _waited_for(ahead) if is_traced() else iter(ahead)
 
     def __len__(self) -> int:
@@ -175,7 +186,7 @@ class DataLoader(torch_data.DataLoader):
 
     def terminate(self) -> None:
         """Stop reading ahead."""
-        for ahead in self._running:
+        for ahead in list(self._running):
             ahead.stop()
         self._running.clear()
 
@@ -183,7 +194,7 @@ class DataLoader(torch_data.DataLoader):
 class _Groups:
     """A sampler that joins several batches of another."""
 
-    def __init__(self, sampler: Any, count: int, drop_last: bool) -> None:
+    def __init__(self, sampler: Iterable[Sequence[int]], count: int, drop_last: bool) -> None:
         self._sampler, self._count, self._drops = sampler, count, drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -199,74 +210,61 @@ class _Groups:
             yield group
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self._sampler), self._count)
+        batches: Any = self._sampler  # without a length where it has none: PyTorch says so
+        full, rest = divmod(len(batches), self._count)
         return full + bool(rest and not self._drops)
 
 
 class Ahead:
-    """Prefetches an iterable in a thread.
+    """Reads an iterable ahead in a thread, and gives its items in order.
+
+    The thread and the waits are those of infeeds. Their reader is not: it stores elements of one form
+    in blocks of memory for the device, while the batches of a loader are whatever its dataset makes of
+    them, also strings, and the last one may be smaller.
 
     Args:
         source: the iterable.
-        size: the number of prefetched elements.
+        size: the number of items that are read ahead.
     """
 
     _END = object()
 
     def __init__(self, source: Iterable[Any], size: int) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(size)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read, args=(source,), name="tailrace-loader", daemon=True
-        )
-        self._thread.start()
-
-    def _read(self, source: Iterable[Any]) -> None:
-        try:
-            for item in source:
-                if not self._put(item):
-                    return
-            self._put(self._END)
-        except BaseException as error:  # raised again in the consumer
-            self._put(error)
-
-    def _put(self, item: Any) -> bool:
-        # With a timeout: a thread that waits for room in a queue that is no longer read would never
-        # end.
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+        self._source = iter(source)
+        self._thread: Worker | None = Worker("tailrace-loader")
+        self._asked: deque[Future[Any]] = deque()
+        for _ in range(size):
+            self._ask()
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            while (item := self._next()) is not self._END:
-                if isinstance(item, BaseException):
-                    raise item
+            while self._asked:
+                future = self._asked.popleft()
+                if not future.done():
+                    Patience().wait_for(future, Lasting("the next batch of a loader"))
+                item = future.result()
+                if item is self._END:
+                    return
+                self._ask()
                 yield item
         finally:
             self.stop()
 
     def stop(self) -> None:
         """Stop the thread; one that is blocked in the dataset is abandoned."""
-        self._stopped.set()
-        self._thread.join(timeout=STOP_S)
+        thread, self._thread = self._thread, None
+        # The thread ends after what it was asked for, unless that is cancelled.
+        for future in self._asked:
+            future.cancel()
+        self._asked.clear()
+        if thread is not None:
+            thread.stop()
 
-    def _next(self) -> Any:
-        waited, note_at = 0.0, NOTE_S
-        while True:
-            try:
-                return self._queue.get(timeout=LOOK_S)
-            except queue.Empty:
-                waited += LOOK_S
-            if waited >= note_at:
-                logger.warning(
-                    f"Still waiting for the next batch of a loader, for {waited:.0f} s now."
-                )
-                note_at *= 2
+    def _ask(self) -> None:
+        # One call for each item: the thread is never more than `size` items ahead, and waits in its
+        # queue of calls, not in one that a stopped reader would leave full.
+        if self._thread is not None:
+            self._asked.append(self._thread.submit(next, self._source, self._END))
 
 
 def _waited_for(batches: Iterable[Any]) -> Iterator[Any]:
@@ -295,7 +293,7 @@ def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[A
         yield kept
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _joined(first: Tree, second: Tree) -> Tree:
     others = iter([leaf for _, leaf in flatten(second)])
     return rebuild(first, lambda t: torch.cat([t, next(others)]))
 
@@ -304,7 +302,7 @@ def _rows(batch: Tree) -> int:
     return len(next(leaf for _, leaf in flatten(batch)))
 
 
-def _pieces(options: Any) -> int:
+def _pieces(options: object) -> int:
     if isinstance(options, int) and not isinstance(options, bool) and options > 0:
         return options
     found = getattr(options, "options", options)
@@ -316,7 +314,7 @@ def _pieces(options: Any) -> int:
     )
 
 
-def _mode(mode: Any) -> DataLoaderMode:
+def _mode(mode: DataLoaderMode | str) -> DataLoaderMode:
     try:
         return DataLoaderMode(mode)
     except ValueError:

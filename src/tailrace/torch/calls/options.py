@@ -114,13 +114,14 @@ class ModelOptions:
             )
         if self.seed is not None:
             object.__setattr__(self, "seed", check_seed(self.seed))
-        staging = self.stages if isinstance(self.stages, Staging) else None
-        if isinstance(self.stages, str) and self.stages not in ("device", "increment"):
+        stages = self.stages
+        if isinstance(stages, str) and stages not in ("device", "increment"):
             raise OptionError(
                 f"stages is 'device', 'increment' or a list with the names of the blocks of each "
-                f"stage. Received: stages={self.stages!r}."
+                f"stage. Received: stages={stages!r}."
             )
-        object.__setattr__(self, "staging", staging or Staging(self.stages))
+        staging = stages if isinstance(stages, Staging) else Staging(stages)
+        object.__setattr__(self, "staging", staging)
         try:
             object.__setattr__(self, "execution", Execution(self.execution))
         except ValueError:

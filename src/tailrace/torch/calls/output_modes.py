@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from tailrace.data.array_like import ShapeLike
 from tailrace.errors import OptionError
 from tailrace.records.parts import Part
+from tailrace.taps.catalogue import Select
 from tailrace.taps.tap import Every, Tap, every
 from tailrace.torch.errors import UsageError
 
@@ -51,7 +53,7 @@ class Returned:
     period: int = 1
 
     @classmethod
-    def of(cls, mode: Any, period: int | None = None) -> Returned:
+    def of(cls, mode: Returned | Every | str, period: int | None = None) -> Returned:
         """Parse a mode, its name, or `tr.every(n)`."""
         if isinstance(mode, Returned):
             return mode
@@ -91,7 +93,13 @@ class Returned:
                 f"Return period must be a factor of the number of batches per step. {received}"
             )
 
-    def tap(self, select: Any, kind: str, microbatches: int, pick: Any = None) -> Tap:
+    def tap(
+        self,
+        select: Select,
+        kind: str,
+        microbatches: int,
+        pick: Callable[[Any], Any] | None = None,
+    ) -> Tap:
         """The tap that keeps the values of this mode; `kind` identifies its records.
 
         `pick` is a function of the tensor that returns the part to keep.

@@ -7,7 +7,7 @@ alone. Scalars computed from them are of it as well (`loss.mean()`, `loss / 4`),
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 
@@ -54,7 +54,7 @@ class ReturnedScalar(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain(self).__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return _plain(self).__reduce_ex__(protocol)
 
 

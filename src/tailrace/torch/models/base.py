@@ -13,6 +13,7 @@ from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue, names_listed_by
+from tailrace.taps.tap import Every
 from tailrace.torch.calls.anchors import Anchor, output_part, output_tap
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.inputs import CallForm
@@ -148,7 +149,7 @@ class Model(ABC):
         self,
         name: str,
         tensor: str,
-        output_mode: Any = None,
+        output_mode: Returned | Every | str | None = None,
         output_return_period: int | None = None,
     ) -> None:
         """Return a tensor of the program after each call, through `anchored_tensor(name)`.

@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.errors import CheckpointError, DataExhausted, OptionError, RunError
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
+from tailrace.taps.tap import Observe
 from tailrace.torch.calls.call_blocks import CallBlocks
 from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
@@ -80,7 +81,7 @@ class PastCalls:
     def __init__(
         self,
         options: ModelOptions,
-        checkpoint: Any,
+        checkpoint: str | os.PathLike[str],
         step: int,
         log: CallLog | None,
     ) -> None:
@@ -116,7 +117,7 @@ class PastCalls:
                 yield tuple(call) if isinstance(call, tuple | list) else (call,)
 
     def replay(
-        self, program: TrainingProgram, form: CallForm, calls: Iterable[Any], observe: Any
+        self, program: TrainingProgram, form: CallForm, calls: Iterable[Any], observe: Observe
     ) -> Replay:
         """Run calls up to the one of the step."""
         recorded, log = recorded_by(program.journal), self._log
@@ -153,7 +154,7 @@ class PastCalls:
         return TrainState(trees.get("param", {}), trees["optimizer"], trees.get("buffer", {}))
 
 
-def _files(checkpoint: Any) -> list[tuple[int, pathlib.Path]]:
+def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]:
     """The saved models in a directory, or the one in a file, by step."""
     if not isinstance(checkpoint, str | os.PathLike):
         raise OptionError(

@@ -13,7 +13,7 @@ import pathlib
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +114,7 @@ def _read_arrays(file: BinaryIO, only: str | None = None) -> dict[str, np.ndarra
     return found
 
 
-def _read_array(content: Any, member: zipfile.ZipInfo) -> np.ndarray:
+def _read_array(content: IO[bytes], member: zipfile.ZipInfo) -> np.ndarray:
     version = np.lib.format.read_magic(content)
     read_header = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -132,7 +132,7 @@ def _read_array(content: Any, member: zipfile.ZipInfo) -> np.ndarray:
     return values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
 
 
-def _check_note(note: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> None:
+def _check_note(note: object, kinds: Mapping[str, type | tuple[type, ...]]) -> None:
     for name, kind in {"dtypes": dict, **kinds}.items():
         value = note.get(name) if isinstance(note, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):

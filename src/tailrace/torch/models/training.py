@@ -18,6 +18,7 @@ from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
+from tailrace.taps.tap import Observe
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
@@ -157,7 +158,12 @@ class TrainingModel(FollowingModel):
         self.version += 1
 
     def replay(
-        self, step: int, calls: Iterable[Any], *, observe: Any = (), checkpoint: Any
+        self,
+        step: int,
+        calls: Iterable[Any],
+        *,
+        observe: Observe = (),
+        checkpoint: str | os.PathLike[str],
     ) -> Replay:
         """Run a past step again, observe it with any taps, and prove that it equals the original.
 

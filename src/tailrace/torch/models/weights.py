@@ -7,12 +7,27 @@ are wrapped, which otherwise behave like the originals.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch.nn.utils import parametrize
 
 from tailrace.torch.errors import WrappedError
+
+
+class Owner(Protocol):
+    """A training model, from the view of the module that it wraps."""
+
+    module: torch.nn.Module
+    lent: frozenset[str]
+
+    def _refresh(self) -> None:
+        """Update the tensors of the host."""
+        ...
+
+    def _note_restructuring(self) -> None:
+        """Take note that a parameter or submodule is replaced."""
+        ...
 
 
 def owners_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -28,7 +43,7 @@ def trainer_of(module: torch.nn.Module) -> Any:
     return next((owner for owner in owners_of(module) if owner.module is module), None)
 
 
-def link(module: torch.nn.Module, owner: Any) -> None:
+def link(module: torch.nn.Module, owner: Owner) -> None:
     """Make reading the weights of `module` call `owner._refresh()` first.
 
     Replacing a parameter or submodule calls `owner._note_restructuring()`.
@@ -44,7 +59,7 @@ def link(module: torch.nn.Module, owner: Any) -> None:
         inner.__class__ = _owned_class(inner, (*owners_of(inner), owner))
 
 
-def unlink(module: torch.nn.Module, owner: Any) -> None:
+def unlink(module: torch.nn.Module, owner: Owner) -> None:
     """Remove the owner; without another one, modules get their original classes back."""
     for inner in module.modules():
         left = tuple(one for one in owners_of(inner) if one is not owner)
@@ -95,16 +110,16 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             owner._note_restructuring()
 
     def refreshed(name: str) -> property:
-        def read(self: Any) -> Any:
+        def read(self: torch.nn.Module) -> Any:
             before_reading()
             return self.__dict__[name]
 
-        def write(self: Any, value: object) -> None:
+        def write(self: torch.nn.Module, value: object) -> None:
             self.__dict__[name] = value
 
         return property(read, write)
 
-    def getattribute(self: Any, name: str) -> Any:
+    def getattribute(self: torch.nn.Module, name: str) -> Any:
         # `__getattr__` is asked only for what normal lookup does not find, which includes all
         # parameters and buffers.
         own = self.__dict__
@@ -115,26 +130,28 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
                 return getattr(owner, name)
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
-    def set_attribute(self: Any, name: str, value: object) -> None:
+    def set_attribute(self: torch.nn.Module, name: str, value: object) -> None:
         here = self.__dict__["_modules"].get(name)
         if (here is not None or isinstance(value, torch.nn.Module)) and value is not here:
             before_restructuring()
         original.__setattr__(self, name, value)  # type: ignore[misc]
 
-    def register_parameter(self: Any, name: str, param: Any) -> None:
+    def register_parameter(
+        self: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
         before_restructuring()
         original.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
-    def add_module(self: Any, name: str, module: torch.nn.Module) -> None:
+    def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         before_restructuring()
         original.add_module(self, name, module)  # type: ignore[attr-defined]
 
-    def delete(self: Any, name: str) -> None:
+    def delete(self: torch.nn.Module, name: str) -> None:
         if name in self.__dict__["_modules"] or name in self.__dict__["_parameters"]:
             before_restructuring()
         original.__delattr__(self, name)  # type: ignore[misc]
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: torch.nn.Module, protocol: SupportsIndex) -> Any:
         before_reading()
         made: Any = super(type(self), self).__reduce_ex__(protocol)
         if made[1] != (type(self),):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -12,7 +13,7 @@ from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
 
 
-def _positive(rule: str, name: str, value: Any, default: float) -> float:
+def _positive(rule: str, name: str, value: SupportsFloat | str | None, default: float) -> float:
     """A number greater than 0, or the default for None."""
     if value is None:
         return default
@@ -371,7 +372,7 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
         )
         self.bias_correction = bias_correction
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Refused: updates happen on the device."""
         raise UsageError(
             "LAMB updates weights on the device only: give it to tt.training_model(module, "

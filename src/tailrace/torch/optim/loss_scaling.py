@@ -27,7 +27,7 @@ _MOST = 2.0**15
 """The largest loss scale: the largest power of two in 16 bits."""
 
 
-def next_factor(gradients: Mapping[str, Any], factor: TensorLike, loss_scaling: Any) -> Any:
+def next_factor(gradients: Mapping[str, Any], factor: TensorLike, loss_scaling: TensorLike) -> Any:
     """The factor for the next step, from the gradients of the scaled loss in this one."""
     counts = [_large(gradient) for gradient in gradients.values()]
     large = sum(counts, jnp.float32(0))

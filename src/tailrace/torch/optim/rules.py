@@ -82,7 +82,7 @@ def row_of(
 class Hypers:
     """The numbers of one group inside the program, by name."""
 
-    def __init__(self, row: Any, kind: str) -> None:
+    def __init__(self, row: TensorLike, kind: str) -> None:
         self._row, self._columns = row, columns_of(kind)
 
     def __getattr__(self, name: str) -> Any:

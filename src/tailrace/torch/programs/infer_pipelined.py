@@ -22,7 +22,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import StatsKey
-from tailrace.taps.tap import Chosen, Mode, Tap
+from tailrace.taps.tap import Chosen, Mode, StopOnNonfinite, Tap
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.programs.infer import InferenceProgram
 from tailrace.torch.tracing.forward import Forward
@@ -133,7 +133,7 @@ class StagedInferenceProgram(InferenceProgram):
         return {key: flat(key, emission) for key, emission in emitted.items()}
 
 
-def _always(tap: Any) -> Any:
+def _always(tap: Tap | StopOnNonfinite) -> Tap | StopOnNonfinite:
     return (
         dataclasses.replace(tap, mode=Mode.ALL) if isinstance(tap, Tap) and tap.period > 1 else tap
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,11 @@ from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.program.running.loop_state import Numbers
+from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.records import Part, Records
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import check_bytes, parse_taps
+from tailrace.taps.tap import Observe, check_bytes, parse_taps
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.loss_scaling import FACTOR
@@ -181,7 +182,7 @@ class TrainingProgram:
         factor = state.optimizer_state[FACTOR]
         return state._replace(params={**state.params, FACTOR: factor})
 
-    def twin(self, observe: Any, state: TrainState) -> Engine:
+    def twin(self, observe: Observe, state: TrainState) -> Engine:
         """An engine for the same model, with other taps, in this state."""
         twin = twin_of(self.engine, observe)
         twin.state = self._whole(state)
@@ -212,7 +213,10 @@ class TrainingProgram:
 
 
 def as_pipeline(
-    loss_fn: Any, forward: Forward, options: ModelOptions, accumulation: Any
+    loss_fn: Callable[..., Any],
+    forward: Forward,
+    options: ModelOptions,
+    accumulation: Accumulation | int,
 ) -> Pipeline:
     """The model as a pipeline, or as stages that run one at a time."""
     stages = len(forward.devices)

@@ -12,16 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
-from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
+from tailrace.torch.torchax.copies import deep_copied, reduced
+from tailrace.torch.torchax.env import Env
+from tailrace.torch.torchax.indexed_writes import set_item
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
 from tailrace.torch.torchax.ops.compositions import (
     COMPOSITIONS,
@@ -158,10 +159,13 @@ def make_environment() -> Any:
     # Methods that no mode intercepts: one casts its tensor in place, one loses the base of a view.
     for name in {"flatten", "type_as"} & set(vars(Tensor)):
         delattr(Tensor, name)
-    for kind in (Tensor, View):
-        kind.__setitem__ = _seen(kind.__setitem__)
+    kinds: tuple[Any, ...] = (Tensor, View)
+    for kind in kinds:
+        kind.__setitem__ = set_item
+        kind.__deepcopy__ = deep_copied
+        kind.__reduce_ex__ = reduced
         kind.detach = _detached(kind.detach)
-        kind.data = property(lambda self: self.detach(), _with_data)  # type: ignore[assignment]
+        kind.data = property(lambda self: self.detach(), _with_data)
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
@@ -251,6 +255,9 @@ def make_environment() -> Any:
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)
             args, kwargs = cast_arguments(func, args, kwargs)
+            if (plain := _out_of_place(func)) is not None:
+                results.check_cast(plain, args, kwargs)
+            args, kwargs = results.with_numbers_stored(func, args, kwargs)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
             # In this order: `dtype=` decides what is computed in, then integers become floats, then
             # 16 bits become 32; only then are shapes known for broadcasting.
@@ -285,7 +292,7 @@ def make_environment() -> Any:
         def _as_dtype(self, x: TensorLike, dtype: torch.dtype) -> Any:
             return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
 
-        def _to_copy(self, the_tensor: TensorLike, new_dtype: DTypeLike, new_device: Any) -> Any:
+        def _to_copy(self, the_tensor: TensorLike, new_dtype: DTypeLike, new_device: object) -> Any:
             """Cast a tensor; devices in PyTorch's code are ignored."""
             if not hasattr(the_tensor, "jax"):
                 return super()._to_copy(the_tensor, new_dtype, new_device)
@@ -299,7 +306,7 @@ def make_environment() -> Any:
             types: Sequence[type],
             args: Tree,
             kwargs: Tree,
-            error: Any,
+            error: TypeError,
         ) -> Any:
             """Retry with integers promoted to PyTorch's result dtype; JAX's functions are stricter."""
             inner = results.promoted(func, args, kwargs, self._as_dtype)
@@ -307,7 +314,7 @@ def make_environment() -> Any:
                 raise error
             return super().dispatch(func, types, *inner)
 
-        def _get_op_or_decomp(self, func: Any) -> Any:
+        def _get_op_or_decomp(self, func: torch._ops.OpOverload) -> Any:
             known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
             # PyTorch's compositions may write through views, which are not tracked here.
             if not known and (plain := _out_of_place(func)) is not None:
@@ -349,29 +356,17 @@ def _composed(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
     return composed
 
 
-def _seen(write: Callable[..., None]) -> Callable[..., None]:
-    """Indexed assignment, which modes do not intercept, after earlier writes."""
-
-    def run(self: Any, key: Any, value: Any) -> None:
-        if (watch := current_watch()) is not None:
-            watch.aliases.settle()
-            key, value = rebuild((key, value), watch.constant)
-        write(self, _index_of(key), value)
-
-    return run
-
-
 def _detached(detach: Callable[..., Any]) -> Callable[..., Any]:
     """`detach`, which modes do not intercept, as a tensor that shares its values."""
 
-    def run(self: Any) -> Any:
+    def run(self: TensorLike) -> Any:
         watch = current_watch()
         return detach(self) if watch is None else watch.aliases.detached(self)
 
     return run
 
 
-def _with_data(self: Any, value: Any) -> None:
+def _with_data(self: TensorLike, value: TensorLike) -> None:
     """`x.data = value`: other values, of which the gradient knows nothing."""
     if not hasattr(self, "_elem"):
         raise NotImplementedError("setting .data of a slice (use copy_)")
@@ -382,14 +377,7 @@ def _with_data(self: Any, value: Any) -> None:
         self._elem = (value if watch is None else watch.constant(value)).jax()
 
 
-def _index_of(key: Any) -> Any:
-    """An index with its lists as arrays, as in `x[[0, 2], 1]`: JAX refuses lists."""
-    if isinstance(key, tuple):
-        return tuple(_index_of(part) for part in key)
-    return np.asarray(key) if isinstance(key, list) else key
-
-
-def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, env: Any) -> Any:
+def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, env: Env) -> Any:
     """Copy one tensor into another, keeping its shape and dtype, which torchax's does not."""
     held = x.jax()
     source = source if hasattr(source, "jax") else env.to_xla(source)
@@ -401,21 +389,19 @@ def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, en
     return x
 
 
-def _filled(x: TensorLike, value: TensorLike = 0, *, env: Any) -> Any:
+def _filled(x: TensorLike, value: TensorLike = 0, *, env: Env) -> Any:
     """Fill a tensor, or a slice of one, for which torchax's has no effect."""
     held = x.jax()
-    value = value.jax() if hasattr(value, "jax") else value
+    if hasattr(value, "jax"):
+        value = results.as_dtype(value.jax(), held.dtype)
     return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
 
 
 def _out_of_place(func: Callable[..., Any]) -> Any:
     """The out-of-place form of an in-place operation; None if there is none."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, torch._ops.OpOverload) or not results.is_in_place(func):
         return None
-    name = func.overloadpacket.__name__
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    packet = getattr(aten, name[:-1], None)
+    packet = getattr(aten, func.overloadpacket.__name__[:-1], None)
     if packet is None:
         return None
     # Mostly of the same name; a few differ only in their parameters.
@@ -425,15 +411,15 @@ def _out_of_place(func: Callable[..., Any]) -> Any:
     return next((one for one in plain if _kinds_taken(one) == taken), None)
 
 
-def _reshapes(func: Any) -> bool:
+def _reshapes(func: torch._ops.OpOverload) -> bool:
     return func.overloadpacket in RESHAPING
 
 
-def _kinds_taken(func: Any) -> list[str]:
+def _kinds_taken(func: torch._ops.OpOverload) -> list[str]:
     return [str(argument.type) for argument in func._schema.arguments]
 
 
-def _with_overloads(func: Any) -> list[Any]:
+def _with_overloads(func: Callable[..., Any] | None) -> list[Any]:
     """An operation and its overloads, except those with `out`."""
     if not isinstance(func, torch._ops.OpOverloadPacket):
         return [] if func is None else [func]

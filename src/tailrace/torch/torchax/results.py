@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+import torch.nn.functional as functional
 from torch.utils import _mode_utils as modes
 
 from tailrace.data.array_like import DTypeLike, TensorLike
@@ -36,13 +37,17 @@ def expected(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """PyTorch's result, as tensors without values; None if it is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     try:
-        # "meta" tensors have shapes and dtypes but no memory: PyTorch's own kernels say what they
-        # would return.
-        with plainly(), torch.device("meta"):
-            args, kwargs = rebuild((args, kwargs), _without_values)
-            return func(*args, **kwargs)
+        return _on_meta(func, args, kwargs)
     except Exception:  # kernels that need values, and arguments that the lowering refuses
         return None
+
+
+def _on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # "meta" tensors have shapes and dtypes but no memory: PyTorch's own kernels say what they would
+    # return.
+    with plainly(), torch.device("meta"):
+        args, kwargs = rebuild((args, kwargs), _without_values)
+        return func(*args, **kwargs)
 
 
 def asks_of_dtypes(func: Callable[..., Any]) -> bool:
@@ -102,7 +107,7 @@ def corrected(
     return _with_names(rebuild(found, cast), wanted)
 
 
-def _with_names(found: Any, wanted: Any) -> Any:
+def _with_names(found: Tree, wanted: Tree) -> Any:
     """Several results as PyTorch names them (`torch.return_types`), where a lowering has a tuple."""
     named = type(wanted)
     other = isinstance(found, tuple | list) and type(found) is not named
@@ -121,14 +126,91 @@ def as_dtype(array: TensorLike, dtype: DTypeLike) -> Any:
     return array.astype(dtype)
 
 
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def number_as(value: complex, dtype: torch.dtype) -> complex:
+    """A Python number as a tensor of this dtype holds it, by PyTorch, which refuses what does not fit.
+
+    JAX would take the nearest number that does.
+    """
+    narrow = dtype.itemsize < 4
+    if not narrow and (dtype.is_floating_point or dtype.is_complex or isinstance(value, int)):
+        return value
+    with plainly():
+        return torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
+
+
+_STORED: dict[Any, int] = {
+    aten.constant_pad_nd: 2,
+    aten.fill: 1,
+    aten.fill_: 1,
+    aten.full: 1,
+    aten.full_like: 1,
+    aten.index_fill: 3,
+    aten.index_fill_: 3,
+    aten.masked_fill: 2,
+    aten.masked_fill_: 2,
+    aten.new_full: 2,
+    aten.scalar_tensor: 0,
+    aten.scatter: 3,
+    aten.scatter_: 3,
+    functional.pad: 3,
+}
+"""Operations that store a number in a tensor, and its place among their arguments."""
+
+
+def with_numbers_stored(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The arguments, with the number that an operation stores as the tensor will hold it."""
+    place = _STORED.get(getattr(func, "overloadpacket", func))
+    dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
+    if place is None or dtype is None:
+        return args, kwargs
+
+    def stored(value: object) -> Any:
+        return number_as(value, dtype) if isinstance(value, int | float | complex) else value
+
+    args = [stored(value) if number == place else value for number, value in enumerate(args)]
+    named = {
+        name: stored(value) if name in ("value", "fill_value") else value
+        for name, value in kwargs.items()
+    }
+    return args, named
+
+
+def check_cast(plain: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an operation in place whose result has another kind of numbers, such as `x += 0.5` for
+    integers; PyTorch does, and a cast would lose digits silently.
+
+    Args:
+        plain: the operation that returns its result instead.
+        args: the arguments, of which the first is written.
+        kwargs: the keyword arguments.
+    """
+    if torch.Tag.pointwise not in plain.tags or args[0].is_floating_point():
+        return
+    wanted = expected(plain, args, kwargs)
+    if isinstance(wanted, torch.Tensor) and not torch.can_cast(wanted.dtype, args[0].dtype):
+        raise RuntimeError(_uncastable(wanted.dtype, args[0].dtype))
+
+
+def is_in_place(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation writes into its first argument (`add_`, and not `__and__`)."""
+    name = func.overloadpacket.__name__
+    return name.endswith("_") and not name.endswith("__")
+
+
 def _counted_in_bits(func: Callable[..., Any]) -> bool:
     """Whether shapes follow from how wide a dtype is, which integers are not here."""
     return name_of(func).split("::")[-1].startswith("view")
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """The name of a function, such as aten::add.Tensor."""
-    return func.name() if hasattr(func, "name") else getattr(func, "__name__", str(func))
+    known = isinstance(func, torch._ops.OpOverload)
+    return func.name() if known else getattr(func, "__name__", str(func))
 
 
 # -- dtype= ---------------------------------------------------------------------------------------
@@ -190,8 +272,7 @@ def written(out: TensorLike, found: object, tensor: Callable[[Any], Any]) -> Any
     values = [leaf for _, leaf in flatten(found)]
     for place, value in zip(places, values, strict=True):
         if not torch.can_cast(value.dtype, place.dtype):
-            kinds = f"{_shown(value.dtype)} can't be cast to the desired output type"
-            raise RuntimeError(f"result type {kinds} {_shown(place.dtype)}")
+            raise RuntimeError(_uncastable(value.dtype, place.dtype))
         array = as_dtype(value.jax(), place.jax().dtype)
         if hasattr(place, "_elem"):
             place._elem = array
@@ -204,8 +285,9 @@ def written(out: TensorLike, found: object, tensor: Callable[[Any], Any]) -> Any
     return _with_names(out, found)
 
 
-def _shown(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _uncastable(found: torch.dtype, wanted: torch.dtype) -> str:
+    one, other = (str(dtype).removeprefix("torch.") for dtype in (found, wanted))
+    return f"result type {one} can't be cast to the desired output type {other}"
 
 
 @functools.cache

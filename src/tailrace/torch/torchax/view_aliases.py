@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,7 +145,9 @@ class Aliases:
             return _without_values(tensor)
 
 
-def _made(func: Callable[..., Any], rest: Any, kwargs: Mapping[str, Any], base: TensorLike) -> Any:
+def _made(
+    func: Callable[..., Any], rest: Sequence[Any], kwargs: Mapping[str, Any], base: TensorLike
+) -> Any:
     return func(base, *rest, **kwargs)
 
 

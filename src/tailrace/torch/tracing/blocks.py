@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +19,9 @@ from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.watch import Watch, current_watch
 
 _ATTRIBUTE = "_tailrace_block"
+
+Stages: TypeAlias = "str | Sequence[str | Sequence[str]]"
+"""A rule by name, or the names of the blocks of each stage."""
 
 
 class Block:
@@ -190,7 +193,7 @@ class Staging:
         devices: the device of a stage, by number, where that is said apart from the blocks.
     """
 
-    def __init__(self, stages: Any = "device", devices: dict[int, int] | None = None) -> None:
+    def __init__(self, stages: Stages = "device", devices: dict[int, int] | None = None) -> None:
         self.rule, self.devices = stages, devices or {}
         self._stage_of: dict[str, int] = {}
         if isinstance(stages, str):

@@ -94,7 +94,12 @@ class _Call:
     """One `apply`."""
 
     def __init__(
-        self, watch: Watch, cls: Any, args: tuple[Any, ...], differentiated: bool, mode: Any
+        self,
+        watch: Watch,
+        cls: Any,
+        args: tuple[Any, ...],
+        differentiated: bool,
+        mode: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self.watch, self.cls, self.args, self.mode = watch, cls, args, mode
         needed = tuple(differentiated and _has_gradient(a) for a in args)
@@ -234,7 +239,7 @@ def _has_gradient(value: TensorLike) -> bool:
     return is_traced(value) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-def _backward_of(cls: Any) -> Callable[..., Any]:
+def _backward_of(cls: type[autograd.Function]) -> Callable[..., Any]:
     base = torch.autograd.Function
     for name in ("vjp", "backward"):
         if getattr(cls, name) is not getattr(base, name):

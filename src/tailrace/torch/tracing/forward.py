@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ class Forward:
         if training:
             refuse_backward_hooks(module)
 
-        def look(params: Tree, buffers: Tree, element: Tree, seed: Any) -> list[Any]:
+        def look(params: Tree, buffers: Tree, element: Tree, seed: jax.Array) -> list[Any]:
             ran = self._run(params, buffers, element, seed)
             seen[:] = [ran]
             return [*ran.losses, *(value for _, value in ran.leaves)]
@@ -134,8 +134,8 @@ class Forward:
 
         return rebuild(self.template, lambda v: tensor(next(values)) if v is _Leaf else v)
 
-    def _run(self, params: Tree, buffers: Tree, element: Tree, seed: Any) -> Ran:
-        def fill(wrap: Any) -> Any:
+    def _run(self, params: Tree, buffers: Tree, element: Tree, seed: jax.Array) -> Ran:
+        def fill(wrap: Callable[[Any], Any]) -> Any:
             return self.form.arguments(element, wrap)
 
         return self.function(params, buffers, fill, seed)

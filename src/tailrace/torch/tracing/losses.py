@@ -129,7 +129,7 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
     return final[0]
 
 
-def computed_after(jaxpr: Jaxpr, loss: Any, results: Sequence[Any]) -> list[int]:
+def computed_after(jaxpr: Jaxpr, loss: internals.Atom, results: Sequence[Any]) -> list[int]:
     """Which of `results` are computed from `loss`, with a gradient, and are not the loss itself."""
     reached, same = {loss}, {loss}
     for eqn in jaxpr.eqns:

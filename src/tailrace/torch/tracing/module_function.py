@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +22,7 @@ from torch.nn.modules import transformer
 
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
-from tailrace.errors import ProgramError, TailraceError
-from tailrace.jaxprs import internals
+from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
 from tailrace.torch.torchax.loading import environment
 from tailrace.torch.torchax.ops.table import REPLACED
@@ -34,6 +32,7 @@ from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.backward_hooks import refusals
 from tailrace.torch.tracing.blocks import Staging
 from tailrace.torch.tracing.custom_functions import custom_functions
+from tailrace.torch.tracing.explained_errors import explained
 from tailrace.torch.tracing.losses import LOSS_FUNCTIONS
 from tailrace.torch.tracing.watch import Watch, WatchingMode, is_traced, module_scopes, watched
 
@@ -139,7 +138,7 @@ class ModuleFunction:
                     self.module, _by_places(self.module, tensors), args, kwargs, tie_weights=False
                 )
             except Exception as error:
-                raise _explained(error, watch, self.module) from error
+                raise explained(error, watch, self.module) from error
         # An in-place operation gives a tensor another JAX value; the same object means that nothing was
         # written.
         written = {
@@ -293,90 +292,3 @@ def _said_to_be_causal(
     mask: TensorLike, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
     return is_causal is True
-
-
-def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Exception:
-    """An error of the forward pass, with the module it comes from."""
-    if isinstance(error, TailraceError):
-        return error
-    name = type(root).__name__
-    where = f"module {watch.module!r} of {name}" if watch.module else f"forward of {name}"
-    text = str(error).strip()
-    kind = type(error).__name__
-    if any(frame.f_globals.get("__name__") in _TRANSFORMS for frame in _frames(error)):
-        return ProgramError(
-            f"A transformation of torch.func (such as grad or vmap) in {where} cannot be traced: it "
-            f"wraps tensors in a class of PyTorch's own. Write what it does with batched operations, "
-            f"or as a formula. ({kind}: {text})"
-        )
-    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
-        return ProgramError(
-            f"The forward pass is traced once and then runs on the device, so no shape may depend on "
-            f"the values of a tensor. A mask as an index, x[mask], does that in {where}. Keep all "
-            f"elements: torch.where(mask, x, other), or x * mask; for a mean over the mask, "
-            f"(x * mask).sum() / mask.sum()."
-        )
-    of_values = jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError
-    branches = isinstance(error, of_values)
-    if (branches or "_is_all_true" in text) and (function := _looks_at_values(error)):
-        return ProgramError(
-            f"The forward pass is traced once and then runs on the device, so Python cannot look at "
-            f"the value of a tensor. {function} of PyTorch does, called in {where}. Do without it, or "
-            f"give it other arguments: checks and choices by values can often be switched off. "
-            f"({text.splitlines()[0]})"
-        )
-    if "torchax Tensors can only do math" in text:
-        text = f"{_refused_operation(error)} has no lowering"
-    if "no lowering" in text or isinstance(error, NotImplementedError):
-        return ProgramError(
-            f"An operation in {where} cannot run on the device: {text}. Replace it by others, or "
-            f"move it out of the model. docs/guides/pytorch.md lists what works."
-        )
-    if branches:
-        return ProgramError(
-            f"The forward pass is traced once and then runs on the device, so Python cannot branch "
-            f"on the value of a tensor, and no shape may depend on one. It does in {where}. "
-            f"Use torch.where, or decide by shapes and arguments. ({text.splitlines()[0]})"
-        )
-    if isinstance(error, OverflowError):
-        return ProgramError(
-            f"Whole numbers have 32 bits on the device, and one in {where} has more: it cannot run on "
-            f"the device. Use a number between {-(2**31)} and {2**31 - 1}. ({text.splitlines()[0]})"
-        )
-    if "privateuseone" in text:
-        return ProgramError(
-            f"{where.capitalize()} uses a part of PyTorch that needs its own devices, such as "
-            f"torch.utils.checkpoint. Call the function plainly; recompute=True of a pipeline saves "
-            f"memory instead. ({kind}: {text})"
-        )
-    return ProgramError(f"{kind} in {where}: {text}")
-
-
-def _refused_operation(error: Exception) -> str:
-    """The operation that reached torchax's tensors without a mode that lowers it."""
-    found = [frame.f_locals.get("func") for frame in _frames(error)]
-    return next((str(func) for func in reversed(found) if func is not None), "an operation")
-
-
-def _looks_at_values(error: Exception) -> str | None:
-    """The function of PyTorch's own that branched on a value; None where the user's code did."""
-    innermost = None
-    for frame in _frames(error):
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("tailrace."):
-            continue  # in between, where an operation is lowered
-        if not internals.is_library(frame.f_code.co_filename):
-            innermost = None
-        elif name.startswith("torch.") and not name.startswith(_MACHINERY):
-            innermost = f"{name}.{frame.f_code.co_qualname}"
-    return innermost
-
-
-def _frames(error: Exception) -> list[Any]:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-_TRANSFORMS = frozenset(f"torch._functorch.{n}" for n in ("apis", "eager_transforms", "vmap"))
-
-_MACHINERY = ("torch._", "torch.overrides", "torch.utils", "torch.nn.modules.module")
-"""Frames that appear in every traceback and identify nothing."""

@@ -22,6 +22,7 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
+from tailrace.torch.torchax.env import Env
 from tailrace.torch.torchax.results import corrected, plainly, written
 from tailrace.torch.torchax.view_aliases import Aliases
 
@@ -54,7 +55,7 @@ class Watch:
         written: those of them that hold values of the program since, in their constants.
     """
 
-    env: Any
+    env: Env
     losses: list[Any] = dataclasses.field(default_factory=list)
     path: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     staging: Any = None
@@ -89,7 +90,7 @@ class Watch:
         """Whether a tensor has a value of the program."""
         return is_traced(value) or id(value) in self.written
 
-    def note_made(self, out: Any, given: list[Any]) -> None:
+    def note_made(self, out: Tree, given: list[Any]) -> None:
         """Remember tensors of the host that a function has returned."""
         for _, leaf in flatten(out):
             if isinstance(leaf, torch.Tensor) and all(leaf is not one for one in given):
@@ -144,6 +145,11 @@ class WatchingMode(TorchFunctionMode):
     ) -> Any:
         """Run a function, as PyTorch asks modes to."""
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.__deepcopy__ and not self.watch.counts(args[0]):
+            # Its memo holds copies of other tensors, which are no arguments, and is to be filled.
+            out = func(*args)
+            self.watch.note_made(out, [])
+            return out
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = any(self.watch.counts(t) for t in tensors)
         used: list[tuple[Any, Any, Any]] = []

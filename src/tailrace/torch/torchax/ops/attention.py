@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tailrace.data.array_like import TensorLike
 from tailrace.devices import devices
+from tailrace.torch.torchax.env import Env
 
 BLOCK = 512
 """The queries per block."""
@@ -35,7 +36,7 @@ def attend(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    env: Any,
+    env: Env,
 ) -> Any:
     """Attention of arrays [..., heads, rows, features]."""
     if is_causal and attn_mask is not None:
@@ -107,7 +108,7 @@ def _plain(
     is_causal: bool,
     scale: float,
     drop: Callable[[TensorLike], TensorLike],
-    first: Any = 0,
+    first: int | jax.Array = 0,
 ) -> Any:
     """Scores, softmax and sum of 16-bit values in 32 bits; `first` is the index of the first row."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -140,7 +141,7 @@ def _blockwise(
     # The scores of a block are not kept for the backward pass, which is the point of computing in
     # blocks.
     @jax.checkpoint
-    def block(number: Any) -> Any:
+    def block(number: jax.Array) -> Any:
         first = number * BLOCK
         some = jax.lax.dynamic_slice_in_dim(query, first, BLOCK, -2)
         part = mask
@@ -169,7 +170,7 @@ def _kept(shares: TensorLike) -> Any:
     return shares
 
 
-def _dropping(rate: float, env: Any) -> Callable[[Any], Any]:
+def _dropping(rate: float, env: Env) -> Callable[[Any], Any]:
     key = env.get_and_rotate_prng_key()
 
     def drop(shares: TensorLike) -> Any:

@@ -372,7 +372,7 @@ def _cholesky_ex(
     return _cholesky(x, upper), jnp.zeros(x.shape[:-2], jnp.int32)
 
 
-def _renorm(x: TensorLike, p: TensorLike, dim: int, maxnorm: Any) -> Any:
+def _renorm(x: TensorLike, p: TensorLike, dim: int, maxnorm: float) -> Any:
     """Slices along one dim, each made shorter if its norm is too large."""
     others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
     norm = vector_norm(x, p, others, True)

@@ -138,7 +138,7 @@ def _embedding_bag(
     input: TensorLike,
     weight: TensorLike,
     offsets: TensorLike = None,
-    max_norm: Any = None,
+    max_norm: float | None = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",

@@ -172,7 +172,7 @@ def _householder_product(reflectors: TensorLike, scales: TensorLike) -> Any:
     start = jnp.eye(rows, columns, dtype=reflectors.dtype)
     found = jnp.broadcast_to(start, reflectors.shape)
 
-    def reflect(number: Any, found: Any) -> Any:
+    def reflect(number: TensorLike, found: TensorLike) -> Any:
         number = scales.shape[-1] - 1 - number
         vector = jax.lax.dynamic_index_in_dim(vectors, number, -1)
         scale = jax.lax.dynamic_index_in_dim(scales, number, -1)[..., None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax.ops.elementwise import absolute
 
 _NARROW = (jnp.float16, jnp.bfloat16)
+
+Dims: TypeAlias = "int | Sequence[int] | None"
+"""Some dimensions; None for all."""
 
 
 def root(x: TensorLike, power: float = 2) -> Any:
@@ -57,7 +60,7 @@ def vector_norm(
 
 
 def deviation(
-    x: TensorLike, dim: Any = None, *, correction: TensorLike = None, keepdim: bool = False
+    x: TensorLike, dim: Dims = None, *, correction: TensorLike = None, keepdim: bool = False
 ) -> Any:
     """The standard deviation over some dimensions, or all of them."""
     axes = _axes(x, dim)
@@ -66,7 +69,7 @@ def deviation(
 
 
 def deviation_and_mean(
-    x: TensorLike, dim: Any = None, *, correction: TensorLike = None, keepdim: bool = False
+    x: TensorLike, dim: Dims = None, *, correction: TensorLike = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """The standard deviation and the mean."""
     axes = _axes(x, dim)
@@ -78,7 +81,7 @@ def deviation_of_all(x: TensorLike, unbiased: bool = True) -> Any:
     return deviation(x, correction=int(unbiased))
 
 
-def deviation_along(x: TensorLike, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
+def deviation_along(x: TensorLike, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
     """The standard deviation, by PyTorch's older arguments."""
     return deviation(x, dim, correction=int(unbiased), keepdim=keepdim)
 
@@ -89,7 +92,7 @@ def deviation_and_mean_of_all(x: TensorLike, unbiased: bool = True) -> tuple[Any
 
 
 def deviation_and_mean_along(
-    x: TensorLike, dim: Any, unbiased: bool = True, keepdim: bool = False
+    x: TensorLike, dim: Dims, unbiased: bool = True, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """Both, by PyTorch's older arguments."""
     return deviation_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
@@ -127,13 +130,13 @@ def apart(x: TensorLike, other: TensorLike, p: float = 2) -> Any:
     return vector_norm(x - other, p)
 
 
-def mean(x: TensorLike, dim: Any = None, keepdim: bool = False, *, dtype: DTypeLike = None) -> Any:
+def mean(x: TensorLike, dim: Dims = None, keepdim: bool = False, *, dtype: DTypeLike = None) -> Any:
     """The mean over some dimensions, or all of them, in the dtype that is asked for."""
     x = x if dtype is None else x.astype(dtype_on_device(dtype))
     return x.mean(_axes(x, dim), keepdims=keepdim)
 
 
-def _axes(x: TensorLike, dim: Any) -> Any:
+def _axes(x: TensorLike, dim: Dims) -> tuple[int, ...] | int | None:
     """Over which axes; none are named for all, and a number has none."""
     axes = tuple(dim) if isinstance(dim, Sequence) else dim
     return None if axes == () or x.ndim == 0 else axes

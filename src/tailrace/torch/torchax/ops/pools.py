@@ -49,7 +49,10 @@ def _pooled(
 
 def _fractional(order: Sequence[int]) -> Callable[..., Any]:
     def run(
-        x: TensorLike, kernel_size: Any, output_size: ShapeLike, random_samples: TensorLike
+        x: TensorLike,
+        kernel_size: Sequence[int],
+        output_size: ShapeLike,
+        random_samples: TensorLike,
     ) -> tuple[Any, Any]:
         dims = len(order)
         planes = x.reshape(-1, *x.shape[x.ndim - dims :])

@@ -15,6 +15,7 @@ import torch
 
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.torchax.env import Env
 
 
 def exponential(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, lambd: float = 1) -> Any:
@@ -67,7 +68,7 @@ def integers(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -
 def in_place(draw: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's method that fills a tensor from a distribution."""
 
-    def fill(x: TensorLike, *given: Any, generator: torch.Generator | None = None, env: Any) -> Any:
+    def fill(x: TensorLike, *given: Any, generator: torch.Generator | None = None, env: Env) -> Any:
         held = x.jax()
         key = env.get_and_rotate_prng_key(generator)
         return x.copy_(env.j2t_iso(draw(key, held.shape, held.dtype, *given).astype(held.dtype)))
@@ -75,7 +76,7 @@ def in_place(draw: Callable[..., Any]) -> Callable[..., Any]:
     return fill
 
 
-def normal_of(mean: TensorLike, std: TensorLike = 1, size: Any = None, **named: Any) -> Any:
+def normal_of(mean: TensorLike, std: TensorLike = 1, size: ShapeLike = None, **named: Any) -> Any:
     """`torch.normal`, of tensors or of numbers and a size."""
     env, dtype = named["env"], named.get("dtype")
     key = env.get_and_rotate_prng_key(named.get("generator"))
@@ -91,7 +92,7 @@ def normal_like(
     std: float = 1,
     *,
     generator: torch.Generator | None = None,
-    env: Any,
+    env: Env,
 ) -> Any:
     """Normal numbers in the shape of a tensor."""
     return normal(env.get_and_rotate_prng_key(generator), x.shape, x.dtype, mean, std).astype(
@@ -107,7 +108,7 @@ def rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
     *,
-    env: Any,
+    env: Env,
 ) -> Any:
     """A line above 0, and below a flatter one: by a slope of chance in training, else by the mean."""
     if not training:

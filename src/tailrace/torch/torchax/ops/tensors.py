@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.nn.functional as functional
 from tailrace.data.array_like import TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten
+from tailrace.torch.torchax.env import Env
 from tailrace.torch.torchax.results import as_dtype, plainly
 from tailrace.torch.tracing.watch import Watch
 
@@ -26,8 +28,8 @@ def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         watch: Watch,
         input: TensorLike,
-        dim: Any = None,
-        _stacklevel: Any = 3,
+        dim: int | None = None,
+        _stacklevel: int | torch.dtype = 3,
         dtype: torch.dtype | None = None,
     ) -> Any:
         if isinstance(_stacklevel, torch.dtype):  # where methods have their dtype
@@ -71,7 +73,7 @@ def _fill_diagonal(watch: Watch, input: TensorLike, fill_value: float, wrap: boo
 
 
 def _contiguous(
-    watch: Watch, input: TensorLike, memory_format: Any = torch.contiguous_format
+    watch: Watch, input: TensorLike, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Any:
     """Itself, or a copy where PyTorch makes one; formats of memory mean nothing else here."""
     if memory_format == torch.contiguous_format and watch.aliases.contiguous(input):
@@ -91,7 +93,7 @@ def _requires_grad(watch: Watch, input: TensorLike, requires_grad: bool = True) 
 
 
 def _new_tensor(
-    watch: Watch, input: TensorLike, data: Any, *, dtype: torch.dtype | None = None, **_: Any
+    watch: Watch, input: TensorLike, data: TensorLike, *, dtype: torch.dtype | None = None, **_: Any
 ) -> Any:
     """Data in the dtype of another tensor; torchax's would have no values."""
     wanted = dtype_on_device(input.dtype if dtype is None else dtype)
@@ -107,10 +109,10 @@ def tensor_from(make: Callable[..., Any]) -> Callable[..., Any]:
     first, and lets no gradient through a copy."""
 
     def run(
-        data: Any,
+        data: TensorLike,
         dtype: torch.dtype | None = None,
         *_: Any,
-        env: Any,
+        env: Env,
         requires_grad: bool = False,
         **__: Any,
     ) -> Any:
@@ -130,11 +132,11 @@ def tensor_from(make: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _kind(leaf: Any) -> torch.dtype:
+def _kind(leaf: TensorLike) -> torch.dtype:
     return leaf.dtype if hasattr(leaf, "jax") else torch.tensor(leaf, device="cpu").dtype
 
 
-def _stacked(data: Any, dtype: np.dtype, whole: bool) -> Any:
+def _stacked(data: TensorLike, dtype: np.dtype, whole: bool) -> Any:
     """Nested lists of numbers and of tensors of one entry as an array, or a `whole` tensor."""
     if isinstance(data, list | tuple):
         return jnp.stack([_stacked(part, dtype, whole) for part in data])
@@ -142,9 +144,14 @@ def _stacked(data: Any, dtype: np.dtype, whole: bool) -> Any:
     return as_dtype(array if whole else array.reshape(()), dtype)
 
 
-def _set_item(watch: Watch, input: TensorLike, key: Any, value: Any) -> None:
+def _set_item(watch: Watch, input: TensorLike, key: Any, value: TensorLike) -> None:
     """`x[key] = value` for a tensor of the host that has become one of the program."""
     input[key] = value
+
+
+def _deep_copy(watch: Watch, input: TensorLike, memo: dict[int, Any]) -> Any:
+    """Of a tensor of the host that has become one of the program."""
+    return copy.deepcopy(input, memo)
 
 
 def _detach(watch: Watch, input: TensorLike) -> Any:
@@ -178,6 +185,7 @@ TENSORS: dict[Any, Callable[..., Any]] = {
         )
     },
     getattr(torch.Tensor.is_meta, "__get__"): _is_meta,  # noqa: B009
+    torch.Tensor.__deepcopy__: _deep_copy,
     torch.Tensor.__setitem__: _set_item,
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.detach_: _detach_in_place,
