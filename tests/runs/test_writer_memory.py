@@ -7,13 +7,14 @@ import tracemalloc
 import numpy as np
 from made_parts import chosen, execution
 
+from tailrace.records import parts
 from tailrace.records.history import History
 from tailrace.runs import write_queue
 from tailrace.runs.writer import RunWriter
 
 STEPS = 5
-SETTLING, FILLING, WRITES, EXECUTIONS = 30, 8, 40, 50
-"""Short and long writes before anything is measured; long ones that are; executions in a long one."""
+SETTLING, WRITES, EXECUTIONS = 30, 40, 50
+"""Short writes before anything is measured; long ones that are; executions in a long one."""
 
 
 def measured():
@@ -35,10 +36,9 @@ def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
     with sink.fitting({"catalogue": []}):
         tracemalloc.start()
         # By writes, not by executions: what was allocated before tracing began is replaced by what is
-        # counted, write by write. Long ones also fill the cache of steps and microbatches in `records`,
-        # which has the last eight of them.
-        for executions in (*[5] * SETTLING, *[EXECUTIONS] * FILLING):
-            write(executions)
+        # counted, write by write.
+        for _ in range(SETTLING):
+            write(5)
         first_bytes, first_objects = measured()
         for _ in range(WRITES):
             write(EXECUTIONS)
@@ -48,6 +48,7 @@ def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
     # A step has 20 bytes of values, and more of numbers.
     assert last_objects - first_objects < steps / 100
     assert last_bytes - first_bytes < 2 * steps
+    assert parts._grid.cache_info().currsize == 0, "tags of long executions are megabytes"
 
 
 def test_a_history_takes_no_more_than_its_values():
