@@ -48,8 +48,10 @@ def resident() -> tuple[int, int]:
 
 
 def lasting_threads() -> int:
-    """Threads, without those that come for one write and go."""
-    return sum("run-disk" not in thread.name for thread in threading.enumerate())
+    """Threads, without those that come for one write and go, and without those of asyncio's pool."""
+    # Zarr's loop starts threads of its pool when all others are busy: up to four more than processors.
+    passing = ("run-disk", "asyncio_")
+    return sum(not any(p in thread.name for p in passing) for thread in threading.enumerate())
 
 
 class Compilations(logging.Handler):
