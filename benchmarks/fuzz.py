@@ -253,7 +253,19 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "share": (tr.distributed.share, {"dataset": [X], "replicas": 2}),
     "print_tensor": (
         tr.print_tensor,
-        {"x": X, "title": "t", "summarise_threshold": 10, "digits": 3, "float_format": "auto"},
+        {
+            "x": X,
+            "title": "t",
+            "print_gradient": True,
+            "summarise_threshold": 10,
+            "edge_items": 3,
+            "max_line_width": 80,
+            "digits": 3,
+            "float_format": "auto",
+            "separator": ", ",
+            "open_bracket": "(",
+            "close_bracket": ")",
+        },
     ),
 }
 """Constructors and functions, each with arguments that are good (or nearly)."""

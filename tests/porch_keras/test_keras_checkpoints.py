@@ -1,7 +1,9 @@
 """`fit(checkpoint=)` of Keras models: a fit that was stopped anywhere ends as if it had never been."""
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import threading
 
@@ -22,6 +24,7 @@ from tailrace.errors import (  # noqa: E402
     DistributedError,
     OptionError,
 )
+from tailrace.feeds import skipping, waiting  # noqa: E402
 from tailrace.keras.checkpoints.callback_states import changes, plain_state  # noqa: E402
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks  # noqa: E402
 from waits import LIMIT_S  # noqa: E402
@@ -392,6 +395,93 @@ def test_a_signal_while_the_data_blocks(tmp_path):
     expected = model_of()
     expected.fit(generated()["x"], epochs=2, steps_per_epoch=8, shuffle=False, verbose=0)
     same(found, expected)
+
+
+class Gate:
+    """Blocks the data once, when it passes for the `at`-th time; then, with a signal or without one."""
+
+    def __init__(self, at, signals=False):
+        self.at, self.signals, self.passed = at, signals, 0
+        self.let_go = threading.Event()
+
+    def pass_by(self):
+        self.passed += 1
+        if self.passed == self.at:
+            if self.signals:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.let_go.wait(timeout=30)
+
+
+def once(gate):
+    """A generator with a gate before each batch."""
+
+    def batches():
+        for batch in generated()["x"]:
+            gate.pass_by()
+            yield batch
+
+    return batches()
+
+
+def again(gate):
+    """A loader with a gate before each pass."""
+    torch = pytest.importorskip("torch")
+
+    class Loader(torch.utils.data.DataLoader):
+        cardinality = 12  # as tf.data has it, whose order may differ in each pass
+
+        def __iter__(self):
+            gate.pass_by()  # with the first batch of a pass
+            yield from super().__iter__()
+
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    return Loader(data, 4)
+
+
+def kept_script(data, directory, steps=6):
+    model = model_of()
+    kept = tr.Checkpoint(directory, every=1000)
+    model.fit(data, epochs=2, steps_per_epoch=steps, shuffle=False, verbose=0, checkpoint=kept)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "name"),
+    [(once, "batches", "generator"), (again, "passes over the data", "Loader")],
+)
+def test_skipping_before_keras_sees_the_data_says_so_and_can_be_left(
+    make, what, name, tmp_path, monkeypatch, caplog
+):
+    expected = kept_script(make(Gate(0)), tmp_path)  # it has ended: the others only return its end
+    monkeypatch.setattr(skipping, "SHOWN_EVERY_S", 0.0)
+    with caplog.at_level(logging.WARNING, logger="tailrace"):
+        same(kept_script(make(Gate(0)), tmp_path), expected)
+    assert re.search(f"Skipping {what} that were used before: [0-9]+ of [0-9]+.", caplog.text)
+
+    gate, started = Gate(1, signals=True), time.monotonic()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        kept_script(make(gate), tmp_path)
+    assert time.monotonic() - started < 25, "nobody waits for data that does not come"
+    assert signal.getsignal(signal.SIGTERM) is before
+    gate.let_go.set()
+
+    monkeypatch.setattr(waiting, "NOTE_S", 0.1)
+    late = Gate(1)
+    threading.Timer(1.0, late.let_go.set).start()
+    with caplog.at_level(logging.WARNING, logger="tailrace"):
+        same(kept_script(make(late), tmp_path), expected)
+    assert f"Still waiting for the data ({name}), to skip {what} used before" in caplog.text
+
+
+def test_a_signal_while_the_first_batch_of_an_epoch_blocks(tmp_path):
+    gate, started = Gate(3, signals=True), time.monotonic()  # Keras looks at the first batch, too
+    with pytest.raises(SystemExit, match="143"):
+        kept_script(again(gate), tmp_path / "kept", steps=None)
+    assert time.monotonic() - started < 25, "nobody waits for data that does not come"
+    gate.let_go.set()
+    found = kept_script(again(Gate(0)), tmp_path / "kept", steps=None)
+    same(found, kept_script(again(Gate(0)), tmp_path / "other", steps=None))
 
 
 def test_the_best_and_the_end_stay(tmp_path):

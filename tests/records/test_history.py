@@ -1,7 +1,11 @@
 """The history, the progress bar and callbacks, without a device."""
 
 import contextlib
+import errno
 import io
+import os
+import pickle
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,8 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
+from tailrace.records import columns
+from tailrace.records.columns import ValueFile
 from tailrace.records.history import History, split_emission
 from tailrace.trainer.callbacks.callback import Execution, tell
 from tailrace.trainer.fitting.progress_bar import ProgressBar
@@ -184,3 +190,84 @@ def test_a_fit_in_a_terminal(watched):
     text = watched(lambda: trainer.fit(regression(8), steps=2))
     assert "effective batch 16" in text
     assert "2/2" in text
+
+
+# -- long histories in a file -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file in place of the run directory's; blocks of 64 bytes."""
+    monkeypatch.setattr(columns, "BLOCK", 64)
+    return ValueFile(lambda: os.open(tmp_path / "values", os.O_RDWR | os.O_CREAT))
+
+
+def executions(count):
+    rng = np.random.default_rng(count)
+    for _ in range(count):
+        values = rng.normal(size=(5, 3, 2)).astype(np.float32)
+        yield {"loss": values, "hits": values.astype(np.int64)}, np.ones_like(values)
+
+
+def test_a_history_in_a_file_has_the_same_bits_as_one_in_memory(file, tmp_path):
+    here, there = History(microbatches=3, replicas=2), History(microbatches=3, replicas=2)
+    there.keep_in(file)
+    for values, weights in executions(20):
+        here.add(values, weights)
+        there.add(values, weights)
+        assert len(there) == len(here)
+    assert (tmp_path / "values").stat().st_size > 20 * 5 * 6 * 8
+    for name, array in here.to_arrays().items():
+        assert_bits_equal(there.to_arrays()[name], array)
+    assert_bits_equal(there.loss, here.loss)
+    assert there.last() == here.last()
+    assert there.each("loss") is there.each("loss")  # read once, until more is added
+    copied = pickle.loads(pickle.dumps(there))
+    copied.add(values, weights)
+    assert_bits_equal(copied.loss[:-5], here.loss)
+    assert len(there) == len(here) == len(copied) - 5
+
+
+def test_a_history_stays_in_memory_where_a_file_cannot_be_written(monkeypatch, file, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    history, expected = History(microbatches=3, replicas=2), []
+    history.keep_in(file)
+    write = os.pwrite
+    for number, (values, weights) in enumerate(executions(9)):
+        # Full for a while, after a part of a block was written; then there is room again.
+        cut_short = lambda handle, data, at: write(handle, data[:7], at)  # noqa: E731
+        monkeypatch.setattr(os, "pwrite", {3: cut_short, 4: full, 5: full}.get(number, write))
+        history.add(values, weights)
+        expected.append(values["loss"])
+        assert_bits_equal(history.each("loss"), np.concatenate(expected))
+    nowhere = History(microbatches=3, replicas=2)
+    nowhere.keep_in(ValueFile(full))
+    nowhere.add(values, weights)
+    assert_bits_equal(nowhere.each("loss"), values["loss"])
+
+
+def test_a_file_that_lost_its_end_is_an_error_with_a_sentence(file, tmp_path):
+    history = History(microbatches=3, replicas=2)
+    history.keep_in(file)
+    for values, _ in executions(3):
+        history.add(values)
+    os.truncate(tmp_path / "values", 10)
+    with pytest.raises(tr.errors.RunError, match="cannot be read any more: it has become shorter"):
+        history.each("loss")
+
+
+def test_the_history_of_a_fit_with_a_run_directory_leaves_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "BLOCK", 64)
+    data = regression(100)
+    plain = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(seed=0), steps_per_execution=10)
+    kept = tr.Trainer(
+        mlp_loss, optax.sgd(0.1), mlp(seed=0), steps_per_execution=10, run_dir=tmp_path / "run"
+    )
+    expected, history = plain.fit(data, progress=False), kept.fit(data, progress=False)
+    held = [piece for piece in history._columns["loss"]._pieces if isinstance(piece, np.ndarray)]
+    assert sum(piece.nbytes for piece in held) < 64
+    shutil.rmtree(tmp_path / "run")  # the values are in an open file, which has no name
+    assert_bits_equal(history.loss, expected.loss)
+    assert len(history) == 100

@@ -107,6 +107,10 @@ def test_outside_a_program(capfd):
     assert lines(capfd) == ["x: (1.00, 2.00)"]
     with pytest.raises(ProgramError, match="prints an array. Received: dict"):
         tr.print_tensor({"a": 1})
+    with pytest.raises(OptionError, match=r"title is a text. Received: title=array\("):
+        tr.print_tensor(jnp.ones(2), title=np.ones(2))
+    with pytest.raises(OptionError, match=r"print_gradient is True or False. Received: .*array\("):
+        tr.print_tensor(jnp.ones(2), print_gradient=np.ones(2))
     with pytest.raises(OptionError, match="float_format is one of"):
         tr.print_tensor(1.0, float_format="octal")
 

@@ -1,6 +1,7 @@
 """What is in a checkpoint, and what it is compared with: nothing else is taken for it."""
 
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import CheckpointError, DataError
+from tailrace.trainer.checkpoints import freed_memory, orbax_files, saving, writer
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -221,3 +223,28 @@ def test_a_leaf_that_the_loop_of_a_pipeline_does_not_carry(tmp_path):
         trainer.fit(data(), steps=2)
     assert_bits_equal(other.state, one.state)
     assert_bits_equal(other.history.loss, one.history.loss)
+
+
+def test_memory_is_given_back_after_each_checkpoint_and_its_snapshot_is_gone(tmp_path, monkeypatch):
+    alive, given = [], []
+    take = saving.Saving._snapshot
+
+    def taken(self, ended):
+        snapshot = take(self, ended)
+        alive.append(weakref.ref(snapshot))
+        return snapshot
+
+    monkeypatch.setattr(saving.Saving, "_snapshot", taken)
+    monkeypatch.setattr(writer, "give_back", lambda: given.append([one() for one in alive]))
+    trainer_of().fit(data(), steps=8, checkpoint=tr.Checkpoint(tmp_path, every=4), progress=False)
+    assert len(given) == len(alive) >= 3
+    assert all(one is None for found in given for one in found)
+    freed_memory.give_back()  # here, or nothing where it cannot be asked for
+
+
+def test_arrays_are_not_compressed(tmp_path):
+    array = np.ones(100_000, np.float32)
+    orbax_files.write(tmp_path / "kept", {"state/a": array}, {})
+    files = [file for file in (tmp_path / "kept").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) > array.nbytes
+    assert_bits_equal(orbax_files.read(tmp_path / "kept")[0]["state/a"], array)

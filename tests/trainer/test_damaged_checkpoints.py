@@ -12,7 +12,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import CheckpointError
-from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints import long_arrays, orbax_files
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -125,7 +125,7 @@ def test_a_later_format_is_not_taken_for_damage(killed):
     said = json.loads(file.read_text())
     said["custom_metadata"]["format"] = orbax_files.FORMAT + 1
     file.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="has form 2; this version of Tailrace reads form 1"):
+    with pytest.raises(CheckpointError, match="has form 3; this version .* reads forms up to 2"):
         fit(trainer_of(), killed / "kept")
     assert path.is_dir()
 
@@ -189,3 +189,49 @@ def test_a_directory_that_cannot_be_written_or_read(tmp_path):
         with pytest.raises(tr.errors.RunError):
             tr.open_run(tmp_path)
     tmp_path.chmod(0o700)
+
+
+# -- a long history, in files of its own --------------------------------------------------------------
+
+
+@pytest.fixture
+def long(monkeypatch, tmp_path):
+    """A fit killed after 8 of 12 steps, whose history counts as long; and the one before step 8."""
+    monkeypatch.setattr(long_arrays, "LONG", 1)
+    fit(trainer_of(), tmp_path / "kept", 8)
+    shutil.rmtree(tmp_path / "kept" / "fit-0" / "step-8-end")
+    return tmp_path / "kept" / "fit-0" / "step-8"
+
+
+def test_a_long_history_is_resumed_bit_equal(long, whole):
+    assert (long / "history-0.bin").stat().st_size == 8 * 4
+    resumed = trainer_of()
+    history = resumed.fit(data(), steps=12, checkpoint=long.parents[1], progress=False)
+    assert_bits_equal(history.loss, whole[1].history.loss)
+    assert_bits_equal(resumed.params, whole[1].params)
+    assert_bits_equal(history.fingerprints["chain"], whole[1].history.fingerprints["chain"])
+
+
+def test_a_short_history_is_in_the_form_of_earlier_versions(whole):
+    file = whole[0] / "kept" / "fit-0" / "step-8" / "_CHECKPOINT_METADATA"
+    assert json.loads(file.read_text())["custom_metadata"]["format"] == 1
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "a link", "not listed"])
+def test_a_damaged_long_history_is_found(long, damage):
+    file = long / "history-0.bin"
+    if damage == "flipped":
+        flip(file)
+    elif damage == "not listed":  # by size only, as for files of more than a megabyte
+        (long / "files.json").unlink()
+        file.write_bytes(file.read_bytes() + b"more")
+    else:
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "cut":
+            file.write_bytes(content[:-1])
+        elif damage == "a link":
+            (long / "elsewhere").write_bytes(content)
+            file.symlink_to(long / "elsewhere")
+    with pytest.raises(orbax_files.DamagedCheckpoint, match="history-0.bin"):
+        orbax_files.read(long)

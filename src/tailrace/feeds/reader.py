@@ -27,13 +27,10 @@ from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceErr
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
-from tailrace.messages import logger
+from tailrace.feeds.skipping import skip
 
 SKIPPED_AT_ONCE = 64
 """The number of elements read at a time while skipping."""
-
-SHOWN_EVERY_S = 5.0
-"""How often skipping logs its progress, in seconds."""
 
 _END = object()
 """Marks the end of a dataset; `None` could be an element."""
@@ -225,15 +222,7 @@ class Reader:
 
     def _skip(self, count: int) -> None:
         """Read elements that were used before, and drop them."""
-        shown = time.monotonic()
-        for start in range(0, count, SKIPPED_AT_ONCE):
-            self.read(min(SKIPPED_AT_ONCE, count - start))
-            if time.monotonic() - shown > SHOWN_EVERY_S:
-                shown = time.monotonic()
-                logger.warning(
-                    "Skipping elements of %s that were used before: %s of %s.",
-                    *(self.name, min(start + SKIPPED_AT_ONCE, count), count),
-                )
+        skip(count, self.read, f"elements of {self.name}", SKIPPED_AT_ONCE)
 
     def to_device(
         self, block: Block, sharding: jax.sharding.Sharding | Device, room: int

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.messages import shown
+from tailrace.records.columns import Column, ValueFile
 from tailrace.records.fingerprints import FingerprintLog
-
-
-class Column:
-    """Values appended execution by execution, in compact memory.
-
-    The values of an execution are part of a larger buffer, taps included, which they would keep alive:
-    so they are copied, and many short pieces are joined.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []
-
-    def append(self, values: np.ndarray) -> None:
-        """Append a copy of values."""
-        self._pieces.append(np.array(values))
-        # Joined pieces double in size, so each value is copied only a few times in all.
-        while len(self._pieces) > 1 and len(self._pieces[-2]) <= len(self._pieces[-1]):
-            last = self._pieces.pop()
-            self._pieces[-1] = np.concatenate([self._pieces[-1], last])
-
-    def values(self) -> np.ndarray:
-        """All of them, as one array."""
-        if len(self._pieces) > 1:
-            self._pieces[:] = [np.concatenate(self._pieces)]
-        return self._pieces[0]
 
 
 class History:
@@ -65,6 +42,15 @@ class History:
         self._validations: dict[str, list[float]] = {}
         self._validated: list[int] = []
         self._fingerprints = FingerprintLog()
+        self._file: ValueFile | None = None
+
+    def keep_in(self, file: ValueFile) -> None:
+        """Keep values of steps that are added from now on in a file; when read, they are the same."""
+        self._file = file
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The file belongs to this process; a copy has its values in memory.
+        return {**self.__dict__, "_file": None}
 
     @property
     def fingerprints(self) -> dict[str, np.ndarray]:
@@ -117,10 +103,10 @@ class History:
             steps: the indices of the steps, if they are not consecutive.
         """
         for name, value in values.items():
-            self._columns.setdefault(name, Column()).append(value)
+            self._columns.setdefault(name, Column()).append(value, self._file)
         if weights is not None:
             self._weights = self._weights or Column()
-            self._weights.append(weights)
+            self._weights.append(weights, self._file)
         # Only a history read from a run directory has gaps; there all steps come at once.
         self._steps = steps if steps is not None else self._steps
 
@@ -231,7 +217,8 @@ class History:
         return history
 
     def __len__(self) -> int:
-        return len(self.each("loss"))
+        # Not by `each`, which reads all values.
+        return len(self._columns["loss"]) if "loss" in self._columns else 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

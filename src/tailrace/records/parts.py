@@ -151,6 +151,12 @@ def _filled(count: int, value: int) -> np.ndarray:
     return _for_reading(np.full(count, value))
 
 
+def forget_tags() -> None:
+    """Drop cached tags: those of long executions are megabytes."""
+    _grid.cache_clear()
+    _filled.cache_clear()
+
+
 def _for_reading(shared: np.ndarray) -> np.ndarray:
     # Many records share one array of tags: a user who writes to it would change the others.
     shared.flags.writeable = False

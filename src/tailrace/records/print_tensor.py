@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.counts import check_flag
 from tailrace.data.dtypes import is_numeric
-from tailrace.errors import ProgramError
+from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import Tag, current_trace, is_tracing, mark
 from tailrace.records.array_text import PrintOptions
@@ -52,6 +53,7 @@ def print_tensor(
 
     Raises:
         ProgramError: the value is not an array of numbers.
+        OptionError: an option is of the wrong kind.
 
     Example:
         >>> import jax.numpy as jnp, sys, tailrace as tr
@@ -79,7 +81,10 @@ def print_tensor(
         open_bracket=open_bracket,
         close_bracket=close_bracket,
     )
+    if not isinstance(title, str | None):
+        raise OptionError(f"title is a text. Received: title={title!r:.80}.")
     title = title or "tensor"
+    print_gradient = check_flag("print_gradient", print_gradient, error=OptionError)
 
     def show(value: object, title: str) -> None:
         text = options.format(np.asarray(value), title)

@@ -144,6 +144,10 @@ class RunWriter:
             self._queue.flush()
         return self._tables.stored(self.directory)
 
+    def unnamed_file(self) -> int:
+        """Open a file without a name in the directory, during a fit; `OSError` where there is none."""
+        return self._place.open_unnamed()
+
     # -- between fits -----------------------------------------------------------------------------
 
     def take_up(self, end: Mapping[str, Any] | None) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,6 +15,9 @@ import numpy as np
 
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
+from tailrace.feeds.background import Worker
+from tailrace.feeds.skipping import skip
+from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
 from tailrace.keras.data.batch_counts import read_once
@@ -191,8 +194,12 @@ class Keeping:
             f"directory."
         )
 
-    def replay(self, x: object) -> Any:
+    def replay(self, x: object, patience: Patience) -> Any:
         """Restore the position of a dataset: iterated as often as before, or read as far as before.
+
+        Args:
+            x: the data, as it was given.
+            patience: the limits of waits for it.
 
         Returns:
             The data to give to Keras. Keras reads the first batches even if it has no epoch to run: of
@@ -205,11 +212,13 @@ class Keeping:
         if read_once(dataset):
             if not self.finished or not found["taken"]:
                 return x
-            used = deque(itertools.islice(dataset, found["taken"]), maxlen=LOOKED_AT)
+            used: deque[Any] = deque(maxlen=LOOKED_AT)
+            batches = (lambda: used.extend(itertools.islice(dataset, 1)), "batches")
+            _repeat(found["taken"], *batches, dataset, patience)
             return (batch for batch in used)
         under_way = bool(found["taken"]) and not self.finished
-        for _ in range(found["begun"] - under_way):
-            next(iter(dataset), None)
+        passes = (lambda: next(iter(dataset), None), "passes over the data")
+        _repeat(found["begun"] - under_way, *passes, dataset, patience)
         return x
 
     # -- while the fit runs ---------------------------------------------------------------------
@@ -384,6 +393,23 @@ class Keeping:
         }
         note = {"step": program.steps, KIND: found}
         return Snapshot({**arrays, **stored}, note, program.mark())
+
+
+def _repeat(
+    count: int, read: Callable[[], object], what: str, dataset: object, patience: Patience
+) -> None:
+    """Read a dataset `count` times, as before; in a thread, because it may block."""
+    name, worker = type(dataset).__name__, Worker("tailrace-infeed-keras")
+
+    def take(_: int) -> None:
+        future = worker.submit(read)
+        patience.wait_for(future, Lasting(f"the data ({name}), to skip {what} used before"))
+        future.result()
+
+    try:
+        skip(count, take, what)
+    finally:
+        worker.stop(0.0)  # a read that blocks is abandoned
 
 
 def _numbers(history: Mapping[str, Any]) -> dict[str, list[Any]]:

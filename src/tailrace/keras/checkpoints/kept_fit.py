@@ -32,7 +32,14 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
     listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
     # Before Keras looks at the data: it reads the first batches of an iterator to build the model.
-    call["x"] = keeping.replay(call["x"])
+    interrupts = keeping.interrupts
+    patience = Patience(stopped=lambda: interrupts.asked is not None)
+    with interrupts:
+        try:
+            call["x"] = keeping.replay(call["x"], patience)
+        except WaitStopped:  # there is nothing new to save
+            interrupts.reraise()
+            raise
     ended: list[Any] = []
     if keeping.finished:  # nothing is computed, and no callback is called
         call["callbacks"], call["verbose"], ended, listeners = None, 0, listeners, []
@@ -53,8 +60,7 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
         **params,
     )
     call["callbacks"], call["initial_epoch"] = kept, epoch
-    interrupts, directory = keeping.interrupts, keeping.choices(adopted.settings.fingerprint)
-    pacing.patience = Patience(stopped=lambda: interrupts.asked is not None)
+    directory, pacing.patience = keeping.choices(adopted.settings.fingerprint), patience
     running = adopted.while_running("train", pacing)
     with running, remainders(pacing.drops), choices_in(*directory):
         with interrupts:

@@ -8,10 +8,11 @@ execution runs. Batches of another shape (often the last one) form a separate bl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,12 +25,13 @@ from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import HandedFeed, Staged
-from tailrace.feeds.reader import SHOWN_EVERY_S
+from tailrace.feeds.skipping import skip
 from tailrace.feeds.transfer import put, with_room
 from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.copied_batches import reads_ahead
-from tailrace.messages import logger
 from tailrace.spans.span import span
+
+Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,7 +103,9 @@ class Batches:
     def bytes_per_batch(self) -> int:
         """The size of a batch, from the first one (which is not lost); 0 if there is none."""
         if self._bytes is None:
-            first = self._next()
+            # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
+            stops = self._patience.stopped is not None
+            first = self._waited(self._next) if stops else self._next()
             self._held = first
             self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
         return self._bytes
@@ -118,7 +122,6 @@ class Batches:
             ahead: the number of batches to prefetch for the next call.
             room: the number of batches that the block has room for on the device, if more.
         """
-        # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
         if self._ahead is None and self._patience.stopped is not None:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
         with span("dataset wait", batches=count):
@@ -170,19 +173,22 @@ class Batches:
             self._worker = Worker("tailrace-infeed-keras")
         return self._worker.submit(read, *args)
 
+    def _waited(self, read: Callable[[], Read]) -> Read:
+        """The result of a call that the thread makes, awaited with patience."""
+        future = self._submit(read)
+        self._patience.wait_for(future, self)
+        return future.result()
+
     def skip(self, count: int) -> None:
         """Read batches that were used before, and drop them."""
-        shown = time.monotonic()
-        for number in range(count):
-            future = self._submit(self._next)
-            self._patience.wait_for(future, self)
-            if future.result() is None:
-                raise too_short(number, count)
-            if time.monotonic() - shown > SHOWN_EVERY_S:
-                shown = time.monotonic()
-                logger.warning(
-                    "Skipping batches that were used before: %s of %s.", number + 1, count
-                )
+        done = itertools.count()
+
+        def take(_: int) -> None:
+            if self._waited(self._next) is None:
+                raise too_short(next(done), count)
+            next(done)
+
+        skip(count, take, "batches")
 
     def close(self) -> None:
         """Stop the thread; prefetched batches are dropped."""

@@ -82,6 +82,13 @@ class HeldDirectory:
         with self._inside(name) as (path, folder), self._explained(name):
             return os.open(path, flags | NOFOLLOW, 0o666, dir_fd=folder)
 
+    def open_unnamed(self) -> int:
+        """Open a new file that has no name, if the system and the file system have such files."""
+        flag = getattr(os, "O_TMPFILE", 0)
+        if not flag or self._handle is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return os.open(".", os.O_RDWR | flag, 0o600, dir_fd=self._handle)
+
     def open_folder(self, name: str) -> int:
         """Open a folder below, '' for the directory itself."""
         if name:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tailrace.records.parts import forget_tags
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.storage.attributes import sealed
@@ -130,6 +131,8 @@ class RunTables:
         # executions can be as short as a step.
         for done in join_executions(executions):
             self._append(done)
+        # Those of the next ones are others.
+        forget_tags()
 
     def commit(self, *, writing: bool) -> tuple[float, float]:
         """Write buffered rows, then publish the new counts.

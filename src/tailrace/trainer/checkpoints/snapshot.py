@@ -16,10 +16,11 @@ from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
 from tailrace.records.history import History
 from tailrace.trainer.checkpoints.device_copies import DeviceCopy, copied
+from tailrace.trainer.checkpoints.long_arrays import HISTORY
 from tailrace.trainer.engine import Engine
 
-STATE, HISTORY, CALLBACK = "state/", "history/", "callback/"
-"""The prefixes of the names of arrays."""
+STATE, CALLBACK = "state/", "callback/"
+"""The prefixes of the names of arrays, beside that of a history."""
 
 
 @dataclasses.dataclass(frozen=True)

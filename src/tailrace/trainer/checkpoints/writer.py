@@ -15,6 +15,7 @@ from tailrace.messages import logger
 from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory
+from tailrace.trainer.checkpoints.freed_memory import give_back
 from tailrace.trainer.checkpoints.snapshot import Snapshot
 
 THREAD = "tailrace-checkpoint"
@@ -57,7 +58,7 @@ class CheckpointWriter:
         """
         # Before the snapshot is taken: two of them would be a second copy of the state.
         self.wait()
-        snapshot = take()
+        snapshots = [take()]
         # In processes that do not write, too: all must agree on when the next one is due.
         self._last_step, self._last_time = step, time.monotonic()
         if not distributed.writes():
@@ -67,7 +68,9 @@ class CheckpointWriter:
 
         def write() -> None:
             with span("checkpoint write", step=step):
-                self.directory.write(self.fit, step, snapshot, **kind)
+                # Released there: its memory is freed before it is given back.
+                self.directory.write(self.fit, step, snapshots.pop(), **kind)
+            give_back()
 
         self._busy = self._worker.submit(write)
 

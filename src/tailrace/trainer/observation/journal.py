@@ -10,6 +10,7 @@ from typing import Any
 
 from tailrace.devices.processes import distributed
 from tailrace.program.running.compilations import Compilation
+from tailrace.records.columns import ValueFile
 from tailrace.records.fingerprints import CHAIN
 from tailrace.records.history import History
 from tailrace.records.records import Records
@@ -61,15 +62,22 @@ class Journal:
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
         """Start a new history; earlier records are dropped."""
-        self.history = History(first_step, microbatches, replicas)
+        self._set_history(History(first_step, microbatches, replicas))
         self.records.clear()
         self._is_open = False
 
     def take_up(self, history: History, end: Any) -> None:
         """Continue a fit of another process, whose run ended at a mark."""
-        self.history, self._resumed = history, True
+        self._set_history(history)
+        self._resumed = True
         if self.sink is not None:
             self.sink.take_up(end)
+
+    def _set_history(self, history: History) -> None:
+        self.history = history
+        if isinstance(self.sink, RunWriter):
+            # With a disk to write to, millions of steps need not stay in memory.
+            history.keep_in(ValueFile(self.sink.unnamed_file))
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
         """Record that training went back to a step; a run directory is truncated."""
