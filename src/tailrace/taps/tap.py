@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -283,7 +284,7 @@ class Chosen:
     microbatches: int = 1
     layers: int = 0
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[str, str]:
         """The name of the tensor, and what is kept of it."""
         return (self.entry.name, self.tap.kind)

@@ -99,8 +99,11 @@ class FollowingModel(Model):
 
     def _outdated(self) -> bool:
         """Whether the module has other parameters than the program, or other dtypes."""
-        pairs = zip(self._device_optimizer.forms(), self._forms, strict=True)
-        return self._restructured or any(now != before for (_, now), (_, before) in pairs)
+        forms = self._device_optimizer.forms()
+        if self._restructured or forms == self._forms:
+            return self._restructured
+        pairs = zip(forms, self._forms, strict=True)
+        return any(now != before for (_, now), (_, before) in pairs)
 
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
@@ -115,8 +118,9 @@ class FollowingModel(Model):
         if self._held is not None:
             after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
             self._held = self._held._replace(optimizer_state=after)
-        # Compared on the host: numbers that are the same need no transfer.
-        elif self._program is not None and (values != self._hypers).any():
+        # Compared on the host: numbers that are the same need no transfer. By their bytes: comparing
+        # arrays takes ten times as long.
+        elif self._program is not None and values.tobytes() != self._hypers.tobytes():
             self._program.set_hypers(values)
             self._hypers = values
 

@@ -74,8 +74,10 @@ def row_of(
         "max_weight_norm": float(group.get("max_weight_norm", 0.0) or 0.0),
         "loss_scaling": loss_scaling,
         "max_grad_norm": max_grad_norm,
-        **further_numbers(group),
     }
+    # Before every call, so only for the kinds that have any.
+    if kind in further_rules.COLUMNS:
+        values |= further_numbers(group)
     return [values[name] for name in columns_of(kind)]
 
 

@@ -69,27 +69,29 @@ class Portions:
 
     def __init__(self, runner: LoopRunner, sight: Sight, steps: int, resident: bool) -> None:
         self._runner, self._period = runner, sight.period
+        self._transfers = on_accelerator(runner)
         last = [one for one in sight.chosen if one.tap.mode is Mode.FINAL]
         self.lengths: tuple[int, ...] = (steps,)
-        if not resident and on_accelerator(runner) and _divisible(runner, sight):
+        if not resident and self._transfers and _divisible(runner, sight):
             nbytes = runner.bytes_per_pass * steps
             self.lengths = lengths_of(steps, nbytes, sight.period, ending=bool(last))
-        runner.packed = on_accelerator(runner)
+        runner.packed = self._transfers
         self._body = runner
         if last and len(self.lengths) > 1:
             others = [one for one in sight.chosen if one.tap.mode is not Mode.FINAL]
             self._body = runner.observing(dataclasses.replace(sight, chosen=others).wanted)
+        # Looked up once: a call of one short step would spend more on this than on its dispatch.
+        placement, each = runner.placement, runner.elements_per_pass
+        self._sharding, self._replicas = placement.shared_out, placement.replicas
+        self._each = each // placement.local_replicas
+        several = len(self.lengths) > 1
+        self.counts = tuple(length * each for length in self.lengths) if several else ()
+        """The number of elements of each portion; empty if the call is dispatched whole."""
 
     @property
     def runners(self) -> tuple[LoopRunner, LoopRunner]:
         """What runs all portions but the last, and what runs that one."""
         return self._body, self._runner
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of elements of each portion; empty if the call is dispatched whole."""
-        each = self._runner.elements_per_pass
-        return tuple(n * each for n in self.lengths) if len(self.lengths) > 1 else ()
 
     def compile(self, state: LoopState) -> None:
         """Compile the programs of a call."""
@@ -105,9 +107,8 @@ class Portions:
         Returns:
             Its emissions, on the host, and an array that is ready when it has finished.
         """
-        placement = self._runner.placement
-        blocks = CallBlocks(arrays, self.counts, placement.shared_out, placement.replicas)
-        each = self._runner.elements_per_pass // placement.local_replicas
+        blocks = CallBlocks(arrays, self.counts, self._sharding, self._replicas)
+        each = self._each
         parts: list[dict[Hashable, Emission]] = []
         ticket: Any = None
         for number, length in enumerate(self.lengths, start=1):
@@ -117,7 +118,8 @@ class Portions:
             emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
             parts.append(emitted)
             numbers = numbers.after(length)
-        start_copying([list(part.values()) for part in parts])
+        if self._transfers:
+            start_copying([list(part.values()) for part in parts])
         with waiting_for(ticket, "outfeed copy"):
             return joined(parts), ticket
 
