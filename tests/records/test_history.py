@@ -236,16 +236,18 @@ def test_a_history_stays_in_memory_where_a_file_cannot_be_written(monkeypatch, f
     history.keep_in(file)
     write = os.pwrite
     for number, (values, weights) in enumerate(executions(9)):
-        # Full for a while, after a part of a block was written; then there is room again.
+        # Full after a part of a block was written; later there is room again.
         cut_short = lambda handle, data, at: write(handle, data[:7], at)  # noqa: E731
         monkeypatch.setattr(os, "pwrite", {3: cut_short, 4: full, 5: full}.get(number, write))
         history.add(values, weights)
         expected.append(values["loss"])
         assert_bits_equal(history.each("loss"), np.concatenate(expected))
-    nowhere = History(microbatches=3, replicas=2)
-    nowhere.keep_in(ValueFile(full))
-    nowhere.add(values, weights)
-    assert_bits_equal(nowhere.each("loss"), values["loss"])
+    nowhere, attempts = History(microbatches=3, replicas=2), []
+    nowhere.keep_in(ValueFile(lambda: attempts.append(1) or full()))
+    for _ in range(3):
+        nowhere.add(values, weights)
+    assert_bits_equal(nowhere.each("loss"), np.concatenate([values["loss"]] * 3))
+    assert attempts == [1], "a growing history would be joined for each attempt"
 
 
 def test_a_file_that_lost_its_end_is_an_error_with_a_sentence(file, tmp_path):

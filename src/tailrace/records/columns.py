@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,17 @@ class ValueFile:
 
     def __init__(self, opened: Callable[[], int]) -> None:
         self._opened, self._handle, self._end = opened, -1, 0
+        self._refused = False
 
-    def put(self, values: np.ndarray) -> StoredValues | None:
-        """Append values; None if the file cannot be made or is full."""
+    def put(self, pieces: Sequence[np.ndarray]) -> StoredValues | None:
+        """Append the values of some pieces; None if the file cannot be made or is full.
+
+        After that it takes no more: a caller that joined a growing history for every attempt would
+        spend its time on copies.
+        """
+        if self._refused:
+            return None
+        values = np.concatenate(pieces)
         try:
             if self._handle < 0:
                 self._handle = self._opened()
@@ -41,6 +49,7 @@ class ValueFile:
             while done < len(data):
                 done += os.pwrite(self._handle, memoryview(data)[done:], start + done)
         except OSError:
+            self._refused = True
             return None
         self._end = start + len(data)
         return StoredValues(self, start, values.shape, values.dtype)
@@ -115,7 +124,7 @@ class Column:
         here = [piece for piece in self._pieces if not isinstance(piece, StoredValues)]
         if sum(piece.nbytes for piece in here) < BLOCK:
             return
-        stored = file.put(np.concatenate(here))
+        stored = file.put(here)
         if stored is not None:
             # One assignment: another thread may be reading.
             self._pieces = [*there, stored]
@@ -125,13 +134,15 @@ class Column:
         pieces = self._pieces
         if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
             return pieces[0]
-        if self._whole is None:
+        # By its length too: another thread may append while this one reads the file.
+        if self._whole is None or len(self._whole) != len(self):
             whole = _joined(pieces)
             if not any(isinstance(piece, StoredValues) for piece in pieces):
                 pieces[:] = [whole]
                 return whole
             # Until the next values come: after a fit, each access would read the file again.
             self._whole = whole
+            return whole
         return self._whole
 
     def __len__(self) -> int:
