@@ -102,7 +102,7 @@ def test_pipelining_options_about_dtypes(line, caplog):
     model.set_pipelining_options(
         gradient_accumulation_dtype=np.float32, accumulate_outfeed_dtype=np.float32
     )
-    assert model.tailrace.options.gradient_accumulation_dtype == "float32"
+    assert model.tailrace.options.pipelining_accumulation_dtype == "float32"
     assert "accumulate_outfeed_dtype" in caplog.text
 
 

@@ -76,6 +76,17 @@ def assert_equal_to_plain(make, **call):
 # -- training -----------------------------------------------------------------------------------
 
 
+def test_the_accumulators_have_the_dtype_of_the_pipelining_options():
+    with tk.Strategy(1).scope():
+        model = branched()
+    model.set_pipelining_options(6, gradient_accumulation_dtype="bfloat16")
+    # That of the setter for models without stages has no effect, as the note says.
+    model.set_gradient_accumulation_options(dtype="float16")
+    pipeline = model.tailrace.loss_function(lambda *args: 0.0)
+    assert isinstance(pipeline, tr.Pipeline)
+    assert pipeline.accumulation.dtype == "bfloat16"
+
+
 def test_a_branched_model_with_stages_named_where_layers_are_called():
     staged = assert_equal_to_plain(
         branched,

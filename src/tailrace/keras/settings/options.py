@@ -78,6 +78,7 @@ class Options:
     pipelining_device_mapping: list[int] | None = None
     pipelining_accumulate_outfeed: bool = False
     pipelining_reduction_method: str = "sum"
+    pipelining_accumulation_dtype: str | None = None
     pipelining_schedule: str = "grouped"
     pipelining_recompute: bool = False
     asynchronous_callbacks: bool = False
@@ -220,7 +221,9 @@ class Settings:
         return kind(
             function,
             accumulation=Accumulation(
-                self.microbatches, reduction=Reduction.parse(options.pipelining_reduction_method)
+                self.microbatches,
+                dtype=options.pipelining_accumulation_dtype,
+                reduction=Reduction.parse(options.pipelining_reduction_method),
             ),
             schedule=options.pipelining_schedule,
             device_mapping=options.pipelining_device_mapping,

@@ -171,7 +171,7 @@ class Setters:
         if recomputation_mode is not None:
             options.pipelining_recompute = bool(recomputation_mode)
         if gradient_accumulation_dtype is not None:
-            options.gradient_accumulation_dtype = str(
+            options.pipelining_accumulation_dtype = str(
                 check_dtype(gradient_accumulation_dtype, "gradient_accumulation_dtype")
             )
         if accumulate_outfeed_dtype is not None:
