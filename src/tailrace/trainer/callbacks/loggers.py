@@ -180,7 +180,7 @@ class CSVLogger(Callback):
 
 # Seconds. tensorboardX writes on a thread of its own, and its flush() does not wait for what is still
 # in the queue of that thread: only this period brings every value to the file while training runs.
-_FLUSH_PERIOD = 1.0
+_FLUSH_PERIOD = 1
 
 
 class TensorBoard(Callback):

@@ -49,7 +49,8 @@ def flops_of_update(engine: Engine) -> float:
     """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
     # Optimizers of front ends have `apply` in place of optax' `update`.
-    update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
+    name = "apply" if hasattr(optimizer, "apply") else "update"
+    update = jax.jit(getattr(optimizer, name))
     held = keeping.forms if keeping is not None else state.optimizer_state
     extra = {"value": jnp.float32(0)} if engine.step_function.gives_loss else {}
     try:
