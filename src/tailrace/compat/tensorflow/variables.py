@@ -262,6 +262,21 @@ class Module:
         """Those that are trained."""
         return tuple(v for v in self.variables if v.trainable)
 
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """The modules in it, to any depth."""
+        found: dict[int, Module] = {}
+        _modules_in(self, found)
+        return tuple(module for module in found.values() if module is not self)
+
+
+def _modules_in(value: Tree, found: dict[int, Module]) -> None:
+    for leaf in leaves(value):
+        if isinstance(leaf, Module) and id(leaf) not in found:
+            found[id(leaf)] = leaf
+            for name in sorted(vars(leaf)):
+                _modules_in(vars(leaf)[name], found)
+
 
 def _variables_in(value: Tree, seen: set[int]) -> Iterator[keras.Variable]:
     for leaf in leaves(value):
