@@ -105,6 +105,7 @@ class Variable(keras.Variable):
             return value_now(initial_value() if callable(initial_value) else initial_value)
 
         value: Any = initial()
+        # numpy's dtype decides for Python numbers, so that a list of ints becomes an int variable.
         value = np.asarray(value) if not hasattr(value, "dtype") else value
         kind = narrowed(value.dtype if dtype is None else dtype)
         super().__init__(
@@ -114,6 +115,7 @@ class Variable(keras.Variable):
             # Keras refuses a slash, which separates the parts of its paths.
             name=(name or "Variable").replace("/", "_"),
         )
+        # Keeping an array would take its memory twice.
         self._initial = initial if described else None  # elsewhere it is never asked for again
         if described:
             enter_variable(self, name or "Variable")
@@ -219,6 +221,7 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+# Keras' operators read the value at once; in a graph an expression of variables is described.
 _BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _ONE_WAY = ("neg", "abs", "lt", "le", "gt", "ge")
 for _name in (*_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS), *_ONE_WAY):
