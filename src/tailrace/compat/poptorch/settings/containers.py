@@ -49,7 +49,7 @@ class OptionsDict:
             if name not in self._values:
                 raise UsageError(f"Invalid option {name}: options are {sorted(self._values)}")
             before = self._values[name]
-            # The default tells the type; None stands for a number that may be left out.
+            # The default gives the type; None is for a number that may be left out.
             if before is not None and value is not None and not _same_type(before, value):
                 raise UsageError(
                     f"Unexpected type {type(value).__name__} for option {name}: expected "
