@@ -259,6 +259,36 @@ def test_a_variable_without_a_value_decides_nothing():
             bool(w)
 
 
+def test_a_loop_that_python_cannot_end_is_refused():
+    @tf.function(autograph=False)
+    def add_up(n):
+        total = tf.constant(0)
+        for i in tf.range(n):
+            total += i
+        return total
+
+    with pytest.raises(tr.TailraceError, match=r"`for` over tf\.range\(n\).*was left to Python"):
+        add_up(tf.constant(3))
+
+
+def test_modules_in_modules_are_found():
+    outer, inner = tf.Module(name="outer"), tf.Module()
+    outer.parts, inner.w, inner.outer = [inner], tf.Variable(1.0), outer
+    assert outer.submodules == (inner,)
+    assert len(outer.variables) == 1
+
+
+def test_a_generator_s_signature_is_given_in_our_specs():
+    pytest.importorskip("tensorflow")
+    signature = {"x": tf.TensorSpec([2], tf.float32), "y": tf.TensorSpec([], tf.int32)}
+    rows = tf.data.Dataset.from_generator(
+        lambda: iter([{"x": [1.0, 2.0], "y": 3}]), output_signature=signature
+    )
+    (row,) = rows
+    assert row["x"].numpy().tolist() == [1, 2]
+    assert rows.element_spec["y"].dtype.name == "int32"
+
+
 # -- nests --------------------------------------------------------------------------------------------
 
 

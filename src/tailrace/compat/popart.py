@@ -12,6 +12,7 @@ from typing import Any
 from tailrace.compat.originals.missing import RefusedName
 
 
+# Programs write such a member, or its number, into `_Popart.set`: hence numbers.
 class SubgraphCopyingStrategy(enum.IntEnum):
     """When inputs of a part of the program were copied."""
 

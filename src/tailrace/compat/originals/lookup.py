@@ -25,6 +25,7 @@ def look_up(entry: Name) -> Any:
 
 def _step(holder: Any, name: str) -> Any:
     if isinstance(holder, type) and not hasattr(holder, name):
+        # `options.Training` is set on objects only; the class annotates it.
         kind = inspect.get_annotations(holder).get(name)
         if kind is not None:  # an attribute of its objects, by the name of its class
             return vars(sys.modules[holder.__module__]).get(kind, kind)

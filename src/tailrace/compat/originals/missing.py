@@ -57,6 +57,7 @@ def missing_from(
     def __getattr__(name: str) -> Any:
         if name in places:
             return _load(places[name])
+        # The frame that asks tells an import statement from an attribute: they need different errors.
         raise _error(module, name, list(places), is_import(sys._getframe(1)))
 
     def __dir__() -> list[str]:
@@ -84,6 +85,7 @@ def _error(module: str, name: str, late: list[str], importing: bool) -> Tailrace
     if entry is not None and entry.verdict == "refused":
         return (RefusedImport if importing else RefusedName)(refusal(entry))
     text = f"module {module!r} has no attribute {name!r}."
+    # Python, notebooks and type checkers ask modules for private names; they want no advice.
     if not name.startswith("_"):
         near = difflib.get_close_matches(name, {*names_in(holder), *late} - {name}, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""

@@ -59,6 +59,8 @@ def all_names() -> dict[str, Name]:
                 holder, _, name = text.strip("[]").rpartition(".")
                 around = found.get(f"{holder}.{name}", Name(holder, name))
                 continue
+            # A refused module has one sentence; repeating it for each of its names would let them
+            # differ.
             if around.verdict == "refused":
                 rest = [around.verdict, around.sentence]
             entry = Name(around.full, text, *rest)

@@ -40,6 +40,7 @@ def init() -> None:
     >>> from tailrace.compat import popdist
     >>> popdist.init()
     """
+    # Set by `tailrace launch`; a process by itself joins nothing.
     if PROCESSES in os.environ:
         distributed.initialize()
 

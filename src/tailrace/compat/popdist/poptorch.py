@@ -22,5 +22,6 @@ def Options(ipus_per_replica: int = 1, **_: Any) -> Any:
     >>> popdist.poptorch.Options().replication_factor
     1
     """
+    # Blocks name their devices; a number beside them could only contradict them.
     del ipus_per_replica
     return _poptorch.Options().replicationFactor(popdist.getNumLocalReplicas())

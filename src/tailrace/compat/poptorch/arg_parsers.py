@@ -51,6 +51,7 @@ class _Renamed:
 
     def __init__(self, parser: Any) -> None:
         self.reconstruct = parser.reconstruct
+        # Both spellings: a parser written for the native front end may be registered here as well.
         self.yield_tensors = getattr(parser, "yieldTensors", None) or parser.yield_tensors
 
 

@@ -82,6 +82,7 @@ class PoplarExecutor(Model):
             *args: arguments of the module's forward, with the rows of all microbatches.
             **kwargs: the same by name.
         """
+        # The original attaches again when it is called.
         self._detached = False
         return super().__call__(*args, **kwargs)
 
@@ -276,6 +277,7 @@ class PoplarExecutor(Model):
         raise NotImplementedError
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Here and not in `compile`: the first call compiles as well.
         compile_hooks.call("before")
         started = time.perf_counter()
         try:
@@ -395,6 +397,7 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one execution; arguments are those of the module's forward."""
         out = super().__call__(*args, **kwargs)
+        # A training model has a tap for it; outputs of inference are on the host already.
         if self._given.Precision.floating_point_exceptions:
             for name, value in flatten(out):
                 if isinstance(value, torch.Tensor) and not value.isfinite().all():
@@ -490,6 +493,7 @@ def trainingModel(
             f"environment. Use replicas (replicationFactor) for the devices of this machine; "
             f"options.Distributed.disable() trains in each process by itself."
         )
+    # A wrapped module may be wrapped again; it is unwrapped first.
     module = model.module if isinstance(model, Model) else model
     resolved = given.clone()
     if resolved.defaultOutputMode():

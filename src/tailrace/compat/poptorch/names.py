@@ -182,6 +182,7 @@ def _optimizer_names(optimizer: DeviceOptimizer) -> Iterator[tuple[str, Meaning]
             for slot in rule.slots:
                 title = _SLOTS[rule.kind, slot]
                 yield f"{title}___{name}", Meaning(f"optimizer/{slot}/{name}")
+            # Without the correction of the bias no step is needed.
             if rule.kind in ("adam", "lamb") and "uncorrected" not in rule.flags:
                 yield f"Step___{name}", Meaning("optimizer/step", lambda v: v.astype("float32"))
         for title, formula in _NUMBERS[rule.kind].items():

@@ -244,6 +244,7 @@ class Options(OptionsDict):
         """
         if not isinstance(strategy, _Strategy):
             raise UsageError(f"Unknown strategy {strategy!r}: use poptorch.PipelinedExecution, ...")
+        # Past `set`, which wants the class of the value before: strategies are of several.
         self._check_not_frozen()
         self._values["execution_strategy"] = strategy
         return self
@@ -254,6 +255,7 @@ class Options(OptionsDict):
         Args:
             random_seed: the seed.
         """
+        # So that what is drawn outside of the model is repeatable as well.
         torch.manual_seed(random_seed)
         return self.set(random_seed=random_seed)
 

@@ -51,6 +51,7 @@ from tailrace.compat.tensorflow.variables import Module, Variable
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
+# At import: the program's next lines may be `from tensorflow.x import y`.
 _namespaces.find_modules()
 _tensors.add_methods()
 
@@ -222,6 +223,7 @@ def _initializer(name: str) -> Any:
     return made
 
 
+# Looked up when they are asked for: some of these modules import this one.
 _LATE = {
     **{name: _partial(_initializer, kind) for name, kind in _INITIALIZERS.items()},
     "keras": _keras,

@@ -57,6 +57,7 @@ class TensorArray:
         **options: Any,
     ) -> None:
         del options
+        # The rows are one array, whose length is a part of its shape.
         if isinstance(size, Tracer):
             raise ProgramError(
                 "The size of a tf.TensorArray must be known when the program is made. Received: a "
@@ -65,6 +66,7 @@ class TensorArray:
         self.dtype, self.dynamic_size = as_dtype(dtype), bool(dynamic_size)
         self._size = 0 if size is None else int(size)
         self._rows: Any = None
+        # Known rows make it an array at once, which a loop can carry before the first write.
         if element_shape is not None and None not in tuple(element_shape):
             self._rows = jnp.zeros((self._size, *element_shape), narrowed(dtype))
 
@@ -100,6 +102,8 @@ class TensorArray:
         rows = self._rows
         if rows is None:
             rows = jnp.zeros((self._size, *row.shape), row.dtype)
+        # Which row is written is known only when the program runs; how many there are must be known
+        # now.
         if isinstance(index, Tracer):
             if self.dynamic_size:
                 raise ProgramError(
@@ -193,6 +197,7 @@ class TensorArray:
             name: without effect.
         """
         del name
+        # numpy's number, so that a length computed from it stays known in a program (`lengths.py`).
         return np.int32(self._size)
 
     def identity(self) -> TensorArray:

@@ -26,6 +26,7 @@ class Status:
         """Without effect."""
         return self
 
+    # All three are satisfied: TensorFlow restores objects that are made later, here all are there.
     assert_consumed = assert_existing_objects_matched = expect_partial
 
 
@@ -103,6 +104,7 @@ class Checkpoint:
             return Status()
         values = saver.read(save_path)
         variables = self._variables()
+        # Before anything is assigned, so that a file of another model leaves this one as it was.
         if missing := sorted(set(variables) - set(values)):
             raise NotFoundError(
                 f"{save_path} lacks {', '.join(missing[:5])}. It has: {', '.join(sorted(values)[:5])}, "

@@ -141,6 +141,7 @@ def as_dtype(value: TensorLike) -> DType:
     """
     if isinstance(value, DType):
         return value
+    # Python's float is 64 bits wide for numpy; TensorFlow reads it as float32, and int as int32.
     if value is float:
         value = "float32"
     elif value is int:

@@ -52,6 +52,7 @@ class Function:
         self.python_function = function
         self.input_signature = input_signature
         self._rewrites = autograph
+        # An ordinary function: replicas belong to programs that `strategy.run` is given.
         self._calls = Calls(one_device=True)
 
     @functools.cached_property
@@ -69,6 +70,7 @@ class Function:
             ProgramError: a loop or branch over device values could not be rewritten, or there are more
                 arguments than the signature has.
         """
+        # In a graph of TensorFlow 1 a call is an operation like any other, and has no value yet.
         if describing():
             return deferred_call(self, args, kwargs)
         args = self._checked(args)
@@ -124,6 +126,7 @@ class Function:
 
 def _as_spec(value: TensorLike, spec: object) -> Any:
     dtype = getattr(spec, "dtype", None)
+    # Shapes of a signature are not checked: programs are compiled for the shapes that they get.
     if dtype is None or isinstance(value, list | tuple | dict):
         return value
     return jax.numpy.asarray(value, narrowed(dtype))

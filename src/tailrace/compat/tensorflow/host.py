@@ -6,6 +6,7 @@ not installed they are refused by name.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from tailrace.compat.ipu.strategy.dataset_iteration import hook_datasets
+from tailrace.compat.nests import map_leaves
+from tailrace.compat.tensorflow.structures import TensorSpec
 from tailrace.data.array_like import TensorLike
 from tailrace.errors import MissingDependency
 
@@ -90,7 +93,29 @@ def tensorflow(what: str = "tensorflow") -> Any:
         ) from error
     # In the scope of a strategy its datasets are infeeds, also where it is loaded only there.
     hook_datasets()
+    _accept_specs(tensorflow.data.Dataset)
     return tensorflow
+
+
+@functools.cache
+def _accept_specs(dataset: Any) -> None:
+    """Let `from_generator` take `tf.TensorSpec`, which is ours and no class of TensorFlow; once."""
+    plain = dataset.from_generator
+
+    @functools.wraps(plain)
+    def from_generator(*args: Any, **kwargs: Any) -> Any:
+        if "output_signature" in kwargs:
+            kwargs["output_signature"] = map_leaves(_own_spec, kwargs["output_signature"])
+        return plain(*args, **kwargs)
+
+    dataset.from_generator = staticmethod(from_generator)
+
+
+def _own_spec(spec: object) -> Any:
+    if not isinstance(spec, TensorSpec):
+        return spec
+    shape = None if spec.shape.rank is None else spec.shape.as_list()
+    return named("TensorSpec")(shape, spec.dtype.name, spec.name)
 
 
 def named(path: str) -> Any:

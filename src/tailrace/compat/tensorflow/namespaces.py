@@ -68,6 +68,7 @@ def look_up(
         return OPERATIONS[full]
     if any(operation.startswith(f"{full}.") for operation in OPERATIONS):
         return _module(full, on_host or name in host.MODULES)
+    # After our own names: what a program computes with must never be TensorFlow's by accident.
     if on_host or (not path and (name in host.MODULES or name in host.NAMES)):
         return _from_host(full, path, name)
     raise unknown(path, name, [*names, *late])
@@ -93,6 +94,7 @@ def unknown(path: str, name: str, known: list[str]) -> Exception:
     """The error about a name that is not here."""
     full = f"{path}.{name}" if path else name
     there = [*known, *names_under(path)]
+    # Not for private names: Python and notebooks ask for many that nobody wrote.
     near = difflib.get_close_matches(name, there, n=3) if not name.startswith("_") else []
     everywhere = [op for op in OPERATIONS if op.rpartition(".")[2] == name]
     if everywhere:

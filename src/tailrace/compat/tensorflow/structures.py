@@ -76,6 +76,7 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
     [11, {'x': 22}]
     """
     first, *others = structures
+    # Compared before anything is called: leaves are then taken in step from all of them.
     for other in others:
         assert_same_structure(first, other)
     rests = [iter(flatten(other)) for other in others]

@@ -219,6 +219,7 @@ class GradientTape:
         """The array that a source was while the tape was open: it may have been changed since."""
         if not is_variable(source):
             return _array(source)
+        # By identity, with the variable kept beside: ids of objects that are gone are used again.
         kept = self._read.get(id(source))
         return _array(source) if kept is None else kept[1]
 

@@ -91,10 +91,16 @@ def _add(kind: type, name: str, method: Callable[..., Any]) -> None:
 def _show(kind: type, name: str, shown: Callable[[Any], Any]) -> None:
     """Let a property give what `shown` makes of it, to modules that import `compat.tensorflow`."""
     plain: Any = next(vars(owner)[name] for owner in kind.__mro__ if name in vars(owner))
+    # Bound to local names, and without a call of our own: JAX asks for shapes hundreds of times in a
+    # trace, and almost always the answer is the plain one.
+    get, caller, known = plain.fget, sys._getframe, _seen.get
 
     def read(self: TensorLike) -> Any:
-        value = plain.fget(self)
-        return shown(value) if _is_program(sys._getframe(1).f_globals) else value
+        names = caller(1).f_globals
+        found = known(id(names))
+        if found is None or found[0] != len(names):
+            found = _look_through(names)
+        return shown(get(self)) if found[1] else get(self)
 
     setattr(kind, name, property(read, plain.fset, doc=plain.__doc__))
 
@@ -103,15 +109,12 @@ _seen: dict[int, tuple[int, bool]] = {}
 """Modules by the ids of their names: how many names there were, and whether one is TensorFlow."""
 
 
-def _is_program(names: dict[str, Any]) -> bool:
-    # JAX asks for shapes a hundred times in a trace: a module is looked through once, and again only
-    # when it has got more names.
-    count, found = _seen.get(id(names), (-1, False))
-    if count != len(names):
-        own = str(names.get("__name__", "")).startswith("tailrace.")
-        found = not own and any(map(_is_tensorflow, list(names.values())))
-        _seen[id(names)] = len(names), found
-    return found
+def _look_through(names: dict[str, Any]) -> tuple[int, bool]:
+    """Whether a module imports TensorFlow; asked again only when it has got more names."""
+    own = str(names.get("__name__", "")).startswith("tailrace.")
+    found = not own and any(map(_is_tensorflow, list(names.values())))
+    _seen[id(names)] = len(names), found
+    return _seen[id(names)]
 
 
 def _is_tensorflow(value: object) -> bool:

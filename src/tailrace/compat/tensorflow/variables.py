@@ -105,6 +105,7 @@ class Variable(keras.Variable):
             return value_now(initial_value() if callable(initial_value) else initial_value)
 
         value: Any = initial()
+        # numpy's dtype decides for Python numbers, so that a list of ints becomes an int variable.
         value = np.asarray(value) if not hasattr(value, "dtype") else value
         kind = narrowed(value.dtype if dtype is None else dtype)
         super().__init__(
@@ -114,6 +115,7 @@ class Variable(keras.Variable):
             # Keras refuses a slash, which separates the parts of its paths.
             name=(name or "Variable").replace("/", "_"),
         )
+        # Keeping an array would take its memory twice.
         self._initial = initial if described else None  # elsewhere it is never asked for again
         if described:
             enter_variable(self, name or "Variable")
@@ -219,6 +221,7 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+# Keras' operators read the value at once; in a graph an expression of variables is described.
 _BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _ONE_WAY = ("neg", "abs", "lt", "le", "gt", "ge")
 for _name in (*_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS), *_ONE_WAY):
@@ -261,6 +264,21 @@ class Module:
     def trainable_variables(self) -> tuple[Any, ...]:
         """Those that are trained."""
         return tuple(v for v in self.variables if v.trainable)
+
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """The modules in it, to any depth."""
+        found: dict[int, Module] = {}
+        _modules_in(self, found)
+        return tuple(module for module in found.values() if module is not self)
+
+
+def _modules_in(value: Tree, found: dict[int, Module]) -> None:
+    for leaf in leaves(value):
+        if isinstance(leaf, Module) and id(leaf) not in found:
+            found[id(leaf)] = leaf
+            for name in sorted(vars(leaf)):
+                _modules_in(vars(leaf)[name], found)
 
 
 def _variables_in(value: Tree, seen: set[int]) -> Iterator[keras.Variable]:

@@ -15,7 +15,6 @@ from tailrace.compat.arguments import Index, VariableLike
 from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call, describing
 from tailrace.compat.ipu.graph.state import value_of
 from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 WRITES = {"assign": "set", "assign_add": "add", "assign_sub": "subtract"}
 """What a part of a variable can be asked for, and what JAX calls it."""
@@ -70,7 +69,13 @@ def _scatter_nd(how: str) -> Callable[..., Any]:
     def method(
         self: VariableLike, indices: TensorLike, updates: TensorLike, name: str | None = None
     ) -> Any:
-        """Change the places that rows of `indices` name; returns the variable."""
+        """Change the places that rows of `indices` name; returns the variable.
+
+        Args:
+            indices: rows of coordinates.
+            updates: a value for each of them.
+            name: without effect.
+        """
         del name
         if describing():
             return deferred_call(method, (self, indices, updates), {})
@@ -80,15 +85,26 @@ def _scatter_nd(how: str) -> Callable[..., Any]:
 
 
 def _scatter(how: str) -> Callable[..., Any]:
-    def method(self: VariableLike, sparse_delta: Tree, *_: Any, **__: Any) -> Any:
-        """Change the rows that a `tf.IndexedSlices` names; returns the variable."""
+    def method(self: VariableLike, sparse_delta: Any, *_: Any, **__: Any) -> Any:
+        """Change the rows that a `tf.IndexedSlices` names; returns the variable.
+
+        Args:
+            sparse_delta: the rows and their numbers.
+            *_: without effect.
+            **__: without effect.
+        """
         return put(self, how, jnp.asarray(sparse_delta.indices), sparse_delta.values)
 
     return method
 
 
 def sparse_read(self: VariableLike, indices: TensorLike, name: str | None = None) -> Any:
-    """The rows with these numbers."""
+    """The rows with these numbers.
+
+    Args:
+        indices: the numbers.
+        name: without effect.
+    """
     del name
     if describing():
         return deferred_call(sparse_read, (self, indices), {})
@@ -96,7 +112,12 @@ def sparse_read(self: VariableLike, indices: TensorLike, name: str | None = None
 
 
 def gather_nd(self: VariableLike, indices: TensorLike, name: str | None = None) -> Any:
-    """The elements that rows of `indices` name."""
+    """The elements that rows of `indices` name.
+
+    Args:
+        indices: rows of coordinates.
+        name: without effect.
+    """
     del name
     if describing():
         return deferred_call(gather_nd, (self, indices), {})

@@ -133,6 +133,7 @@ PopnnLSTM, PopnnGRU = LSTM, GRU
 
 
 def _seed(seed: SeedLike) -> Any:
+    # The original's seeds are pairs of numbers, Keras' are single ones.
     return None if seed is None else int(sum(seed)) if isinstance(seed, list | tuple) else int(seed)
 
 
@@ -144,6 +145,7 @@ def _in_order(layer: Any, sequences: TensorLike, run: Callable[..., Any]) -> Any
     """Rows before steps, as Keras has it, where the original was given steps before rows."""
     if not layer.time_major:
         return run(sequences)
+    # Keras has dropped `time_major`; the states have no axis of time.
     found = run(keras.ops.swapaxes(sequences, 0, 1))
     if not layer.return_sequences:
         return found

@@ -49,6 +49,7 @@ class OptionsDict:
             if name not in self._values:
                 raise UsageError(f"Invalid option {name}: options are {sorted(self._values)}")
             before = self._values[name]
+            # The default gives the type; None is for a number that may be left out.
             if before is not None and value is not None and not _same_type(before, value):
                 raise UsageError(
                     f"Unexpected type {type(value).__name__} for option {name}: expected "
@@ -100,6 +101,7 @@ def noted(name: str) -> None:
 
 
 def _same_type(before: object, value: object) -> bool:
+    # A bool is an int for Python, and a mistake where a number is expected.
     if isinstance(before, bool) or isinstance(value, bool):
         return isinstance(before, bool) and isinstance(value, bool)
     if isinstance(before, float):

@@ -39,6 +39,7 @@ class TensorLocationSettings(OptionsDict):
             UsageError: it is not a bool.
         """
         _typed("useOnChipStorage", use_on_chip_storage, bool, optional=True)
+        # 0 and 1: the original's settings are numbers, and programs read them.
         return self._put(onChip=None if use_on_chip_storage is None else int(use_on_chip_storage))
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:

@@ -169,6 +169,7 @@ class DistributedOptions(OptionsDict):
 
     def __init__(self) -> None:
         super().__init__(process_id=0, num_processes=1)
+        # Set by Open MPI; read at once, so that loaders know their share.
         self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
     @property

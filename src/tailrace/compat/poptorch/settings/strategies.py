@@ -117,6 +117,7 @@ class _Strategy:
         if self._stages:
             devices = {n: s.ipu_id for n, s in enumerate(self._stages) if s.ipu_id is not None}
             return Staging([stage.blocks for stage in self._stages], devices)
+        # Without stages the blocks of the model decide, when it is traced.
         return Staging("device" if self._auto is AutoStage.SameAsIpu else "increment")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from tailrace.compat.tensorflow.control.symbols import (
 )
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
+from tailrace.errors import ProgramError
 
 
 class Range:
@@ -32,6 +33,14 @@ class Range:
 
     def __getitem__(self, index: TensorLike) -> Any:
         return self.start + index * self.delta
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python would take items without end: a value of the device never raises an IndexError.
+        raise ProgramError(
+            "A `for` over tf.range(n), where n is a value of the device, was left to Python, which "
+            "does not know n: the function is not rewritten (autograph=False, do_not_convert, or a "
+            "source that cannot be read). Let it be rewritten, or use ipu.loops.repeat, tf.while_loop."
+        )
 
 
 def for_loop(

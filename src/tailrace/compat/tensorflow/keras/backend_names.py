@@ -51,6 +51,7 @@ def argmin(x: TensorLike, axis: int = -1) -> Any:
 
 def dot(x: TensorLike, y: TensorLike) -> Any:
     """The product over the last axis of x and the last but one of y: not by batch, as `matmul` is."""
+    # Keras' `dot` of two batches multiplies every pair of them, which `matmul` does not.
     if len(y.shape) < 3:
         return OPERATIONS["matmul"](x, y)
     return OPERATIONS["tensordot"](x, y, [[len(x.shape) - 1], [len(y.shape) - 2]])
@@ -152,5 +153,6 @@ def backend() -> Namespace:
     names |= {name: getattr(keras.ops, name) for name in losses}
     names |= {function.__name__: function for function in _WRITTEN}
     names["eval"] = get_value
+    # Last, so that what Keras 3 still has is Keras' own.
     own = {name: getattr(keras.backend, name) for name in dir(keras.backend) if name[0] != "_"}
     return Namespace("keras.backend", {**names, **own})

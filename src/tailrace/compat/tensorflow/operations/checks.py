@@ -48,6 +48,7 @@ def _check(path: str, *others: str, about_form: bool = False, returns: bool = Fa
     @operation(path, *others)
     def checked(*args: Any, **kwargs: Any) -> Any:
         """TensorFlow's check, of what is known when the program is made."""
+        # TensorFlow itself checks and words the error; it must not be given a value of the program.
         known = not any(map(is_device_value, leaves((args, kwargs))))
         if known or about_form:
             host.named(path)(*map_leaves(_on_host, args), **map_leaves(_on_host, kwargs))

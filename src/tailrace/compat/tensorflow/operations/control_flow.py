@@ -48,6 +48,7 @@ def cond(pred: TensorLike, true_fn: Callable[[], Any], false_fn: Callable[[], An
     Raises:
         ProgramError: the condition is a device value, and there is no program.
     """
+    # Decided now: only one of the two is traced, as with Python's own `if`.
     if not is_device_value(pred):
         return true_fn() if pred else false_fn()
     if current() is None:
@@ -185,6 +186,7 @@ def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
 @operation("group", "no_op")
 def group(*operations: Any) -> Any:
     """Operations done together: they are done when they are made."""
+    # What is grouped has been done; in a graph, `deferred_call` has run it before this is reached.
     return operations[-1] if operations else None
 
 

@@ -167,6 +167,7 @@ for _name, _function in BINARY.items():
 def div(x: TensorLike, y: TensorLike) -> Any:
     """x / y as in TensorFlow 1: rounded down for integers, exact for floats."""
     x, y = tensor(x), tensor(y)
+    # As in Python 2, whose rule TensorFlow 1 kept for `tf.div`.
     whole = all(jnp.issubdtype(jnp.asarray(each).dtype, jnp.integer) for each in (x, y))
     return ops.floor_divide(x, y) if whole else ops.divide(x, y)
 
@@ -208,6 +209,7 @@ def xdivy(x: TensorLike, y: TensorLike) -> Any:
     """x / y, and 0 where x is 0."""
     x, y = tensor(x), tensor(y)
     zero = ops.equal(x, 0)
+    # Divided by 1 where the result is not used: the gradient of 0 / 0 would be NaN in both branches.
     return ops.where(zero, ops.zeros_like(x), ops.divide(x, ops.where(zero, ops.ones_like(y), y)))
 
 
@@ -245,6 +247,7 @@ def global_norm(t_list: Tree) -> Any:
 def clip_by_global_norm(t_list: Tree, clip_norm: TensorLike, use_norm: TensorLike = None) -> Any:
     """Tensors scaled down together so that their norm is at most `clip_norm`, and that norm."""
     norm = global_norm(t_list) if use_norm is None else use_norm
+    # No branch for small norms: they divide by `clip_norm` itself, and the scale is 1.
     scale = ops.divide(clip_norm, ops.maximum(norm, clip_norm))
     return [None if t is None else ops.multiply(t, scale) for t in t_list], norm
 

@@ -58,6 +58,7 @@ class Lengths(np.ndarray):
     """Known lengths, one or several; what is computed from them by Python's operators is known too."""
 
     def __getitem__(self, index: Index) -> Any:
+        # `tf.shape(x)[i]` in a loop of the program: a value, from which no shape can be made.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(index)):
             return jnp.asarray(self)[index]  # which of them is known only when the program runs
         return known(super().__getitem__(index))

@@ -109,6 +109,7 @@ def svd(tensor: TensorLike, full_matrices: bool = False, compute_uv: bool = True
     found = jnp.linalg.svd(jnp.asarray(tensor), full_matrices=full_matrices, compute_uv=compute_uv)
     if not compute_uv:
         return found
+    # TensorFlow returns the values first, and v itself, not its adjoint.
     u, s, vh = found
     return s, u, jnp.conj(jnp.swapaxes(vh, -1, -2))
 

@@ -99,6 +99,7 @@ def softmax_cross_entropy_with_logits(
 def sparse_softmax_cross_entropy_with_logits(labels: TensorLike, logits: TensorLike) -> Any:
     """The cross entropy of classes, for each row."""
     logs = ops.log_softmax(tensor(logits), -1)
+    # Labels may be of any integer dtype; an index of JAX may not be a float.
     labels = ops.cast(tensor(labels), "int32")
     return ops.negative(
         ops.squeeze(ops.take_along_axis(logs, ops.expand_dims(labels, -1), axis=-1), -1)

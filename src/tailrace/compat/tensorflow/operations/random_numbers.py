@@ -43,6 +43,7 @@ def set_seed(seed: int) -> None:
     """
     _first[0] = int(seed)
     set_initial_seed(seed)
+    # The generator is a variable of programs: a new one, so that each draws from the beginning.
     _made.clear()
     keras.utils.set_random_seed(int(seed))
 
@@ -113,6 +114,7 @@ def _stateless(name: str) -> None:
     @operation(f"random.stateless_{name}")
     def drawn(shape: ShapeLike, seed: SeedLike, *args: Any, **kwargs: Any) -> Any:
         """The same numbers for the same seed, two integers."""
+        # Both numbers count: folded into one, because Keras' functions take a single seed.
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
         return plain(shape, *args, seed=int(key[0]), **kwargs)
 

@@ -173,6 +173,7 @@ def argsort(
 ) -> Any:
     """Where the elements along an axis are, in order."""
     values = tensor(values)
+    # Always stable, which fulfils both: without it TensorFlow promises no order of equal elements.
     return jnp.argsort(values, axis=axis, descending=direction.upper() == "DESCENDING", stable=True)
 
 

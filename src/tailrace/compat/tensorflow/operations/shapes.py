@@ -329,6 +329,7 @@ def roll(input: TensorLike, shift: TensorLike, axis: Axes) -> Any:
 @operation("where")
 def where(condition: TensorLike, x: TensorLike = None, y: TensorLike = None) -> Any:
     """The one where a condition holds and the other elsewhere; or the places where it holds."""
+    # How many places there are is a shape: outside of programs only, where JAX refuses it by itself.
     if x is None and y is None:
         return jnp.argwhere(jnp.asarray(condition))
     return ops.where(*map(_listed, (condition, x, y)))
@@ -454,6 +455,7 @@ def boolean_mask(tensor: TensorLike, mask: TensorLike, axis: int | None = None) 
             "tf.boolean_mask in a program: how many parts a mask selects is known only when it runs, "
             "and shapes must be known before. Use tf.where(mask, tensor, 0), or weights."
         )
+    # numpy's places: how many there are must be known, and JAX would trace them.
     chosen = np.asarray(mask)
     before = (slice(None),) * (axis or 0)
     return jnp.asarray(tensor)[(*before, *np.nonzero(chosen))]

@@ -24,6 +24,7 @@ class _Operations(_Namespace):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        # TensorFlow's files of operations have no modules: `math_ops.log` is `tf.math.log`.
         for path in (name, f"math.{name}", f"nn.{name}", f"random.{name}", f"linalg.{name}"):
             if path in _OPERATIONS:
                 return _OPERATIONS[path]

@@ -42,6 +42,7 @@ class ExponentialMovingAverage:
     def apply(self, var_list: Sequence[VariableLike] | None = None) -> Any:
         """Move the means: an operation for a session; in a program it is done at once."""
         found = list(trainable_variables() if var_list is None else var_list)
+        # Made now and not in the session: the initializer of the graph must find the means.
         pairs = [(self.average(variable), variable) for variable in found]
         if describing():
             return deferred_call(self._move, (pairs, self._updates), {})
@@ -61,6 +62,7 @@ class ExponentialMovingAverage:
             count = jnp.asarray(
                 value_of(updates) if hasattr(updates, "assign") else updates, "float32"
             )
+            # TensorFlow's rule, by which means follow quickly in the first steps.
             decay = jnp.minimum(decay, (1 + count) / (10 + count))
         for mean, variable in pairs:
             mean.assign_sub((1 - decay) * (value_of(mean) - value_of(variable)))

@@ -24,6 +24,7 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     ...     print(len(tf.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)))
     1
     """
+    # Variables are not put into collections here: they are looked up where they are kept.
     found = {"variables": global_variables, "trainable_variables": trainable_variables}
     members = found[key]() if key in found else collections_of_graph().get(key, [])
     return [one for one in members if getattr(one, "name", "").startswith(scope or "")]

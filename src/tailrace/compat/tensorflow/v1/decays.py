@@ -23,6 +23,7 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(rule)
         def rate(*args: Any, **kwargs: Any) -> Any:
+            # Elsewhere TensorFlow 2 gives a function, which an optimizer calls in each step.
             if describing() or running() is not None:
                 return computed(*args, **kwargs)
             return lambda: computed(*args, **kwargs)

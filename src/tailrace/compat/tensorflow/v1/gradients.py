@@ -40,6 +40,7 @@ def gradients(
             "tf.GradientTape; or call tf.compat.v1.disable_v2_behavior() first, as programs of "
             "TensorFlow 1 do, or describe the graph in `with tf.Graph().as_default():`."
         )
+    # One step for all sources, which are its parts: the targets are differentiated once in a run.
     whole = Step(lambda fed: _computed(targets, sources, weights, fed), name or "gradients", False)
     return [whole[number] for number in range(len(sources))]
 

@@ -75,6 +75,7 @@ def conv2d(
     """A convolution of images whose channels come last."""
     del reuse
     with variable_scope(name or _own_name("conv2d")):
+        # The names and the order of axes of TensorFlow's checkpoints: `kernel`, then `bias`.
         shape = [*_pair(kernel_size), inputs.shape[-1], filters]
         kernel = get_variable("kernel", shape, initializer=kernel_initializer)
         out = OPERATIONS["nn.conv2d"](inputs, kernel, _pair(strides), padding.upper())

@@ -51,10 +51,19 @@ def _reduced(losses: TensorLike, weights: TensorLike, reduction: str) -> Any:
     return ops.divide_no_nan(ops.sum(weighted), counts[reduction]())
 
 
+def _described_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    def described(other: Callable[..., Any]) -> Callable[..., Any]:
+        other.__name__, other.__doc__ = function.__name__, function.__doc__
+        return other
+
+    return described
+
+
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """Put a loss into the table: the losses of elements, which are reduced and collected."""
 
     @operation(f"compat.v1.losses.{function.__name__}")
+    @_described_as(function)
     def reduced(
         *args: Any, weights: TensorLike = 1.0, reduction: str = _USUAL, **kwargs: Any
     ) -> Any:
@@ -63,6 +72,7 @@ def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
             weights, args = args[2], args[:2]
         return _reduced(function(*args, **kwargs), weights, reduction)
 
+    @_described_as(function)
     def collected(
         *args: Any, scope: str | None = None, loss_collection: str | None = LOSSES, **kwargs: Any
     ) -> Any:
@@ -74,7 +84,6 @@ def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
             add_to_collection(loss_collection, found)
         return found
 
-    collected.__name__, collected.__doc__ = function.__name__, function.__doc__
     return collected
 
 

@@ -144,6 +144,7 @@ class RMSPropOptimizer(_Rule):
         name: str = "RMSProp",
     ) -> None:
         del use_locking
+        # Without momentum optax keeps no sum, as TensorFlow's would stay unused.
         options = {"centered": centered, "momentum": momentum or None}
         super().__init__(
             lambda rate: optax.rmsprop(rate, decay, epsilon, 1.0, **options), learning_rate, name
@@ -172,6 +173,7 @@ class AdagradOptimizer(_Rule):
     ) -> None:
         del use_locking
         start = initial_accumulator_value
+        # No epsilon, as in TensorFlow 1: the sum of squares begins above 0 instead.
         super().__init__(lambda rate: optax.adagrad(rate, start, eps=0.0), learning_rate, name)
 
 

@@ -178,6 +178,7 @@ class Session:
             IPURuntimeError: a placeholder has no value.
         """
         del options, run_metadata
+        # In the placeholder's dtype, as TensorFlow converts what it is fed.
         feed = Feed(
             (id(key), np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value)
             for key, value in (feed_dict or {}).items()

@@ -16,6 +16,7 @@ from tailrace.data.array_like import TensorLike
 def _summary(kind: str) -> Any:
     def described(name: str, tensor: TensorLike, *_: Any, **__: Any) -> Deferred:
         found = Deferred(lambda feed: {(kind, name): np.asarray(value(tensor).value(feed))}, name)
+        # `merge_all` finds them there.
         add_to_collection("summaries", found)
         return found
 
