@@ -105,16 +105,20 @@ def _show(kind: type, name: str, shown: Callable[[Any], Any]) -> None:
     setattr(kind, name, property(read, plain.fset, doc=plain.__doc__))
 
 
-_seen: dict[int, tuple[int, bool]] = {}
-"""Modules by the ids of their names: how many names there were, and whether one is TensorFlow."""
+_seen: dict[int, tuple[int, bool, dict[str, Any]]] = {}
+"""Modules by the ids of their names: the number of names, whether one is TensorFlow, and the names."""
 
 
-def _look_through(names: dict[str, Any]) -> tuple[int, bool]:
+def _look_through(names: dict[str, Any]) -> tuple[int, bool, dict[str, Any]]:
     """Whether a module imports TensorFlow; asked again only when it has got more names."""
-    own = str(names.get("__name__", "")).startswith("tailrace.")
-    found = not own and any(map(_is_tensorflow, list(names.values())))
-    _seen[id(names)] = len(names), found
-    return _seen[id(names)]
+    name = str(names.get("__name__", ""))
+    found = not name.startswith("tailrace.") and any(map(_is_tensorflow, list(names.values())))
+    module = sys.modules.get(name)
+    # With the names themselves, so that no others can have their id. Those of code that was made by
+    # `exec` may be many and short-lived: they are looked through each time.
+    if module is not None and vars(module) is names:
+        _seen[id(names)] = len(names), found, names
+    return len(names), found, names
 
 
 def _is_tensorflow(value: object) -> bool:
