@@ -74,9 +74,11 @@ class Portions:
         if not resident and on_accelerator(runner) and _divisible(runner, sight):
             nbytes = runner.bytes_per_pass * steps
             self.lengths = lengths_of(steps, nbytes, sight.period, ending=bool(last))
+        # Many small results as one array: each copy from an accelerator has a fixed cost.
         runner.packed = on_accelerator(runner)
         self._body = runner
         if last and len(self.lengths) > 1:
+            # A second program without the values of the last step: its loop has less to carry.
             others = [one for one in sight.chosen if one.tap.mode is not Mode.FINAL]
             self._body = runner.observing(dataclasses.replace(sight, chosen=others).wanted)
 
@@ -117,6 +119,7 @@ class Portions:
             emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
             parts.append(emitted)
             numbers = numbers.after(length)
+        # All copies are started before the first is waited for.
         start_copying([list(part.values()) for part in parts])
         with waiting_for(ticket, "outfeed copy"):
             return joined(parts), ticket
