@@ -238,7 +238,7 @@ class Ahead:
         self._source = iter(source)
         self._thread: Worker | None = Worker("tailrace-loader")
         self._asked: deque[Future[Any]] = deque()
-        for _ in range(size):
+        for _ in range(max(1, size)):  # one is asked for at least, or nothing would ever come
             self._ask()
 
     def __iter__(self) -> Iterator[Any]:
