@@ -52,6 +52,13 @@ def test_an_iteration_that_is_left_leaves_no_thread():
     assert not [t for t in threading.enumerate() if t.name == "tailrace-loader"]
 
 
+@pytest.mark.parametrize("size", [0, 1, 50])
+def test_every_batch_comes_whatever_is_read_ahead(size):
+    options = {"mode": "async", "async_options": {"buffer_size": size}}
+    loader = tt.DataLoader(1, ROWS, batch_size=2, **options)
+    assert len(list(loader)) == len(loader)
+
+
 def test_errors_of_the_dataset_arrive():
     class Fails(torch.utils.data.Dataset):
         def __len__(self):

@@ -82,4 +82,9 @@ TORCHAX = (
     ),
     Seam("the class of tensors", "every module", lambda: _torchax("tensor", "Tensor")),
     Seam("the class of views", "views", lambda: _torchax("view", "View")),
+    Seam(
+        "writes by a mask",
+        "x[mask] = value",
+        lambda: _torchax("ops.jaten", "_shape_static_boolean_index_put"),
+    ),
 )

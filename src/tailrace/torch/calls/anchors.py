@@ -50,6 +50,7 @@ class Anchor:
 
 def output_tap(name: str, returned: Returned, microbatches: int) -> Tap:
     """The tap that returns one output of the module."""
+    # A function, not the name as a pattern: keys of an output dict may contain `*`.
     full = f"output/{name}"
 
     def is_output(entry: Entry) -> bool:

@@ -51,9 +51,11 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
     Copies are made by NumPy: PyTorch would wake its threads, which takes longer than most copies.
     """
+    # NumPy takes no tensor that requires a gradient, as parameters do.
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
+    # A view in another dtype needs entries that are next to each other.
     tensor = tensor.contiguous()
     if tensor.dtype in _BITS:
         integer, dtype = _BITS[tensor.dtype]
@@ -86,6 +88,8 @@ def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
 
 def tensor_of(array: object) -> torch.Tensor:
     """A tensor with a copy of an array."""
+    # A copy: an array of the device may be a buffer that the next call overwrites, and PyTorch's
+    # tensors are writable.
     found = np.array(array)
     for torch_dtype, (integer, numpy_dtype) in _BITS.items():
         if found.dtype == numpy_dtype:

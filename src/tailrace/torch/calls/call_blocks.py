@@ -56,6 +56,7 @@ class CallBlocks:
 
     def _portion(self) -> Staged:
         sent = []
+        # No more than these travel at a time: each is a copy of its elements on the device.
         while self._waiting and len(self._travelling) + len(sent) < dispatch_table.PORTIONS_AHEAD:
             start, stop = self._waiting.popleft()
             sent.append([array[start:stop] for array in self._arrays])

@@ -69,6 +69,7 @@ def is_custom(value: object) -> bool:
 
 def flatten(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) of every leaf in nested containers."""
+    # Registered classes first: one may be a dict or tuple that its parser takes apart otherwise.
     if type(value) in _custom:
         for number, part in enumerate(_custom[type(value)].yield_tensors(value)):
             yield _joined(path, number), part
@@ -78,6 +79,7 @@ def flatten(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
         for name, part in fields_beside(value).items():
             yield from flatten(part, _joined(path, name))
     elif isinstance(value, tuple | list):
+        # Fields of named tuples by name: outputs are found by these paths.
         names = getattr(value, "_fields", range(len(value)))
         for name, part in zip(names, value, strict=True):
             yield from flatten(part, _joined(path, name))
@@ -97,6 +99,7 @@ def rebuild(value: object, replace: Callable[[Any], Any]) -> Any:
         parts = {key: rebuild(part, replace) for key, part in value.items()}
         if type(value) is dict:
             return parts
+        # A dict that is also a dataclass, as model outputs of `transformers` are.
         beside = {name: rebuild(part, replace) for name, part in fields_beside(value).items()}
         same = copy.copy(value)  # a subclass may have more state
         for key, part in parts.items():
@@ -105,6 +108,7 @@ def rebuild(value: object, replace: Callable[[Any], Any]) -> Any:
         shown = {name: parts[name] for name in _attributes(value) if name in parts}
         return _with_fields(same, {**shown, **beside})
     if isinstance(value, tuple | list):
+        # A named tuple takes its items one by one, every other sequence all at once.
         items = [rebuild(part, replace) for part in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value):
@@ -142,6 +146,7 @@ def held_elsewhere(value: object, held: Callable[[Any], bool]) -> tuple[str, typ
     for part in parts:
         if found := held_elsewhere(part, held):
             return found
+    # What `flatten` visits is known; anything else that holds a tensor would go unnoticed.
     for name, part in _attributes(value).items():
         if name not in known and _holds(part, held, set(), _DEPTH):
             return name, type(value)
@@ -155,6 +160,7 @@ _DEPTH = 6
 def _holds(value: object, held: Callable[[Any], bool], seen: set[int], depth: int) -> bool:
     if held(value):
         return True
+    # Objects refer to each other in circles, and large ones (a tokenizer) would take long.
     if id(value) in seen or not depth:
         return False
     seen.add(id(value))

@@ -67,8 +67,11 @@ class CallForm:
         self.pieces = pieces
         self._signature = inspect.signature(forward)
         given = self._bind(args, kwargs)
+        # Two forms of the same arguments: as forward is called, and by name, as later calls are
+        # compared.
         self._template = rebuild(_packed(given), _without_tensor)
         self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
+        # Otherwise the first call's values would be used in all later ones, silently.
         if hidden := held_elsewhere(dict(given.arguments), _is_tensor):
             attribute, kind = hidden
             raise CallError(
@@ -110,6 +113,7 @@ class CallForm:
         self, element: dict[str, Any], wrap: Callable[[Any], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of forward, with the arrays of an element instead of the tensors."""
+        # In the order of `names`, in which `rebuild` meets the placeholders.
         values = iter([wrap(element[name]) for name in self.names])
         args, kwargs = rebuild(self._template, lambda v: next(values) if v is _SLOT else v)
         return args, kwargs

@@ -124,6 +124,8 @@ class DataLoader(torch_data.DataLoader):
                 "worker_init_fn that shares it out, elements come several times."
             )
         whole = self.combined_batch_size
+        # Each worker would end with a smaller batch, and calls take full ones; joined, only the last
+        # is.
         if self.mode is DataLoaderMode.ASYNC and not drop_last and (whole or 1) > 1:
             self.mode = DataLoaderMode.ASYNC_REBATCHED
         self._rebatched = self.mode is DataLoaderMode.ASYNC_REBATCHED
@@ -139,6 +141,7 @@ class DataLoader(torch_data.DataLoader):
             # The workers' remainders are joined here: dropping them there would lose rows of every
             # worker.
             chosen.update(batch_size=at_a_time, drop_last=False)
+        # PyTorch's default starts the workers again in each epoch.
         if persistent_workers is None:
             persistent_workers = num_workers > 0
         super().__init__(
@@ -169,6 +172,8 @@ class DataLoader(torch_data.DataLoader):
             batches = _rebatched(batches, self.combined_batch_size, self._drops)
         if self.mode is DataLoaderMode.SYNC:
             return _waited_for(batches) if is_traced() else iter(batches)
+        # A thread, not a process: batches are tensors already, which workers of PyTorch have made if
+        # there are any.
         ahead = Ahead(batches, self._buffer)
         self._running.add(ahead)
         return _waited_for(ahead) if is_traced() else iter(ahead)
@@ -233,7 +238,7 @@ class Ahead:
         self._source = iter(source)
         self._thread: Worker | None = Worker("tailrace-loader")
         self._asked: deque[Future[Any]] = deque()
-        for _ in range(size):
+        for _ in range(max(1, size)):  # one is asked for at least, or nothing would ever come
             self._ask()
 
     def __iter__(self) -> Iterator[Any]:
@@ -285,6 +290,7 @@ def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[A
         kept = batch if kept is None else _joined(kept, batch)
         while _rows(kept) >= rows:
             yield rebuild(kept, lambda t: t[:rows])
+            # Views: nothing is copied until rows of the next batch are joined to them.
             rest = rebuild(kept, lambda t: t[rows:])
             kept = rest if _rows(rest) else None
             if kept is None:

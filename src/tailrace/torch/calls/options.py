@@ -88,11 +88,14 @@ class ModelOptions:
     staging: Staging = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        # The class is frozen, so that options can be compared and shared; normalised values are set
+        # past that.
         for name in ("device_iterations", "replicas"):
             value = check_count(name, getattr(self, name), at_least=1, error=OptionError)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "accumulation", Accumulation.of(self.accumulation))
         given = None if self.reduction is None else Reduction.parse(self.reduction)
+        # Given apart, it overrides that of a `tr.Accumulation`.
         if given is not None:
             changed = dataclasses.replace(self.accumulation, reduction=given)  # type: ignore[type-var]
             object.__setattr__(self, "accumulation", changed)

@@ -108,6 +108,8 @@ class Returned:
         def whole(value: object) -> Any:
             return value if pick is None else pick(value)
 
+        # The name of a tap's reduction is the kind of its records: several taps on one tensor stay
+        # apart.
         whole.__name__ = kind
         mode: Any = str(self.mode)
         if self.mode is OutputMode.EVERY_N:
@@ -123,6 +125,8 @@ class Returned:
 
         `shape` is the shape of one value, if it differs from that of the tensor.
         """
+        # What leaves the device is [replicas, steps, microbatches, *shape]: the first axis only of
+        # several replicas, the third only of values inside of the accumulation loop.
         value = np.asarray(part.value)
         collected = self.mode in (OutputMode.FINAL, OutputMode.SUM)
         loops = 0 if collected else part.one.loops
@@ -145,6 +149,7 @@ class Returned:
         value = np.broadcast_to(value, (*lead, *shape))
         if not collected:
             value = value.reshape(int(np.prod(lead[:2])), replicas, *shape)
+            # The device may have dropped some already, so the period is counted in what is there.
             stride = self.period * len(value) // (iterations * microbatches)
             value = value[stride - 1 :: stride]
         copies = int(np.prod(value.shape[: value.ndim - len(shape)], dtype=np.int64))

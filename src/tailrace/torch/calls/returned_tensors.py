@@ -27,6 +27,8 @@ class ReturnedScalar(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
+            # With a gradient it is part of a graph of the user's own, where PyTorch's backward is
+            # right.
             known = type(found) is not torch.Tensor or found.requires_grad
             return found if known or found.ndim else as_returned(found)
 

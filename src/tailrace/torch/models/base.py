@@ -68,6 +68,7 @@ class Model(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one execution; arguments are those of the module's forward."""
+        # Before the program is looked at: changes on the host may drop it.
         self._before_call()
         if not self.is_compiled:
             self._build(args, kwargs)
@@ -91,6 +92,8 @@ class Model(ABC):
             found = Returned(OutputMode.ALL).arrange(
                 output_part(parts, written_name(name)), *counts
             )
+            # As PyTorch would leave it: forward has changed the argument in place, and the caller sees
+            # that.
             with torch.no_grad():
                 written[name].copy_(tensor_of(found).reshape(written[name].shape))
         return self._forward.outputs(arrays)
@@ -169,6 +172,7 @@ class Model(ABC):
         if output_mode is not None:
             returned = Returned.of(output_mode, output_return_period).resolved(self._returned)
         returned.check(self._options.device_iterations)
+        # By name: the same name again replaces its anchor.
         self._anchors[name] = Anchor(name, tensor, returned)
         self._drop_program()
 
@@ -186,6 +190,7 @@ class Model(ABC):
                 f"have values after the first call."
             )
         if name not in self._anchored:
+            # By kind: the tensor's name may be a pattern, and its record has the full name.
             part = next(part for (_, kind), part in parts.items() if kind == anchor.kind)
             options = self._options
             counts = (options.device_iterations, options.microbatches, options.replicas)
@@ -213,6 +218,7 @@ class Model(ABC):
         function = ModuleFunction(self.module, self._training, options.precision, options.staging)
         forward = Forward(function, form)
         params, buffers = weights_of(self.module)
+        # A trace of its own comes first: outputs, losses and blocks decide what the program is made of.
         forward.learn(params, buffers, self._default_mode is OutputMode.FINAL)
         self._forward = forward
         self._before_making(forward)

@@ -86,6 +86,7 @@ class FollowingModel(Model):
     # -- changes between calls ------------------------------------------------------------------
 
     def _before_call(self) -> None:
+        # A destroyed model may be called again: it takes the module back.
         if trainer_of(self.module) is not self:  # destroyed before
             link(self.module, self)
             self._sharing.join(self.module)
@@ -115,6 +116,7 @@ class FollowingModel(Model):
 
     def _apply_hypers(self) -> None:
         values = self._device_optimizer.hypers()
+        # Without a program the state waits in `_held`, and the numbers with it.
         if self._held is not None:
             after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
             self._held = self._held._replace(optimizer_state=after)
@@ -169,6 +171,7 @@ class FollowingModel(Model):
             other.copy_weights_to_host_if_needed()
             names |= shared
             self._reloaded |= other.optimizer is self.optimizer
+        # A module with other parameters is read from the host as a whole, by `_start_over`.
         if not names or self._restructured:
             return
         values = {name: array_of(self._sharing.tensors[name]) for name in names}
@@ -197,6 +200,7 @@ class FollowingModel(Model):
     def _bind(
         self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
     ) -> DeviceOptimizer:
+        # By identity: PyTorch's optimizers hold tensors, not names.
         names = {id(value): name for name, value in self._sharing.tensors.items()}
         summed = str(self._options.accumulation.reduction) == "sum"  # type: ignore[union-attr]
         scale = self._options.replicas if summed else 1

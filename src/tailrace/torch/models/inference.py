@@ -117,6 +117,7 @@ class InferenceModel(Model):
 
     def _version(self) -> tuple[Any, ...]:
         """The version of each training model that shares some of the weights."""
+        # A dict for its order: the tuple is compared with that of the last call.
         holding = {other: None for one in owners_of(self.module) for other in one._holders()}
         return tuple((one, one.version) for one in holding)
 

@@ -103,6 +103,7 @@ class PastCalls:
                 f"trained with."
             )
         self._trees, self._note = read_state(file, {"step": int, "seed": int})
+        # A later file knows more calls than this model, which may have been loaded from an earlier one.
         if log is None or step not in log.history.steps:
             later = [path for number, path in files if number > step]
             trees = read_state(later[-1])[0] if later else {}
@@ -124,6 +125,7 @@ class PastCalls:
         if log is not None:
             recorded.add_history(log.history)
         replayed = HandedReplay(self._step, recorded, self._note)
+        # An engine of its own: replaying must not move the model that trains.
         engine = program.twin(observe, self._state())
         engine.seed, engine.step = int(self._note["seed"]), self.started_at
         feed = program.feed

@@ -41,11 +41,13 @@ def write_state(
         for name, value in flat(tree).items():
             array = np.asarray(value)
             dtypes[f"{kind}/{name}"] = str(array.dtype)
+            # NumPy's format has no bfloat16: it would be read back as raw bytes of no dtype.
             if str(array.dtype) in _BITS:
                 array = array.view(_BITS[str(array.dtype)][0])
             arrays[f"{kind}/{name}"] = array
     text = json.dumps({"version": __version__, "dtypes": dtypes, **note})
     arrays[_NOTE] = np.frombuffer(text.encode(), np.uint8)
+    # Renamed at the end: a crash leaves the old file, not half of a new one.
     with whole_file(target) as file:
         np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
     return target

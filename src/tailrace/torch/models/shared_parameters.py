@@ -50,6 +50,7 @@ class Sharing:
             self._known = _changes[0]
             own = self._owner()
             found = []
+            # Computed when asked for, and again only after a change: every call asks.
             for other in _living if own in _living else ():
                 theirs = {id(tensor) for tensor in other._sharing.tensors.values()}
                 names = frozenset(n for n, t in self.tensors.items() if id(t) in theirs)

@@ -62,6 +62,7 @@ class TrainingModel(FollowingModel):
     def copy_weights_to_host(self) -> None:
         """Copy weights, buffers and optimizer state from the device into the PyTorch objects."""
         self._check_alive()
+        # The state on the device is that of parameters which the module no longer has.
         if self._restructured:
             return  # the host was updated then, and has newer weights since
         self._take_shared()
@@ -139,6 +140,7 @@ class TrainingModel(FollowingModel):
         params, buffers = weights_of(self.module)
         unused = frozenset(note.get("unused", ()))
         bound = self._bind(self.optimizer, unused)
+        # From the file, not from the optimizer: that one has not made the steps.
         bound.late = note.get("late", {})
         fresh = bound.init({n: jnp.asarray(v) for n, v in params.items()})
         saved = TrainState(
@@ -147,6 +149,7 @@ class TrainingModel(FollowingModel):
         check_same_form(saved.params, params, "parameters")
         check_same_form(saved.model_state, buffers, "buffers")
         check_same_form(saved.optimizer_state, fresh, f"optimizer ({note['optimizer']} saved)")
+        # The next call builds a program from this state; its form may not be known yet.
         self._drop_program()
         self._held = jax.tree.map(jnp.asarray, saved)
         self._step, self._seed = note["step"], note["seed"]

@@ -125,12 +125,14 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
         own = self.__dict__
         if name in own.get("_parameters", ()) or name in own.get("_buffers", ()):
             before_reading()
+        # Compatibility layers let users call methods of the model on the module that it wraps.
         for owner in owners:
             if name in owner.lent and self is owner.module:
                 return getattr(owner, name)
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
     def set_attribute(self: torch.nn.Module, name: str, value: object) -> None:
+        # Through `__dict__`: `self._modules` by attribute would be a read, and ask the device.
         here = self.__dict__["_modules"].get(name)
         if (here is not None or isinstance(value, torch.nn.Module)) and value is not here:
             before_restructuring()

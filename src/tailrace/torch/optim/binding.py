@@ -80,6 +80,7 @@ class DeviceOptimizer:
         self.optimizer, self.gradient_scale = optimizer, gradient_scale
         self.scaled_gradients = scaled_gradients
         kind = next((name for one, name in _KINDS if isinstance(optimizer, one)), None)
+        # By `isinstance`: users derive from PyTorch's classes to change defaults or hooks.
         if kind is None:
             raise UsageError(
                 f"Unsupported optimizer type: updates run on the device, for torch.optim.SGD, Adam, "
@@ -99,6 +100,7 @@ class DeviceOptimizer:
             for slot, dtype in getattr(optimizer, "state_types", {}).items()
             if dtype is not None
         }
+        # A new object has no state of its own yet: it continues from that of the old one, if that fits.
         goes_on = before is not None and before.kind == kind and not has_stepped(optimizer)
         self._source = before.optimizer.state if before and goes_on else optimizer.state
         self.late = self._late()
@@ -125,6 +127,8 @@ class DeviceOptimizer:
     def key(self) -> Any:
         """Two optimizers with equal keys need the same program."""
         types = tuple(sorted((k, str(v)) for k, v in self.state_types.items()))
+        # Whether there is a scale is part of the program; with one, its number is too: the loss is
+        # multiplied by a constant.
         scaling = self.scaled and self.loss_scaling
         scale = (self.gradient_scale, str(self.accum_type), scaling, self.scaled_gradients)
         scale = (*scale, self.automatic)
@@ -170,6 +174,7 @@ class DeviceOptimizer:
                 filled = state.setdefault(slot, {})
                 for name in rule.params:
                     filled[name] = self._first(rule, slot, name, params[name])
+        # The largest count; `late` has what others are behind it.
         state["step"] = jnp.int32(max(map(self._steps, self.tensors), default=0))
         if self.automatic:
             state[FACTOR] = jnp.float32(getattr(self.optimizer, FACTOR, 1.0))
@@ -202,8 +207,10 @@ class DeviceOptimizer:
     def apply(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
         """Parameters and state after one step."""
         step = state["step"] + 1
+        # A copy of the dicts: `state` belongs to the caller, whose trace still uses it.
         after = {slot: dict(v) if isinstance(v, dict) else v for slot, v in state.items()}
         updated = dict(params)
+        # Only parameters in a group: others have no update, and would count in the global norm.
         wide = {n: grads[n].astype(jnp.float32) for rule in self.groups for n in rule.params}
         if self.gradient_scale != 1:
             wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
@@ -217,6 +224,8 @@ class DeviceOptimizer:
                 name: grad / scaling if self.keeps_scale(params[name]) else grad
                 for name, grad in wide.items()
             }
+        # After the scale is divided out, and over all groups, as `clip_grad_norm_` of all parameters
+        # is.
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
             most = Hypers(state["hyper"][0], self.kind).max_grad_norm
@@ -282,6 +291,7 @@ class DeviceOptimizer:
             for flag in ("nesterov", "amsgrad", "maximize", "centered")
             if group.get(flag, False)
         }
+        # Whether they are 0 decides which tensors exist; the number itself is an input of the program.
         flags |= {f for f in ("momentum", "dampening", "weight_decay") if group.get(f, 0) != 0}
         if group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
             flags.add("decoupled")

@@ -18,6 +18,7 @@ def _positive(rule: str, name: str, value: SupportsFloat | str | None, default: 
     if value is None:
         return default
     try:
+        # NaN for what is no number: the comparison below refuses it with the rest.
         found = math.nan if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError):
         found = math.nan

@@ -75,6 +75,7 @@ def further_numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 def moments(g: TensorLike, slots: dict[str, Any], h: GroupNumbers) -> tuple[Any, Any]:
     """The next two moments of Adam and its relatives."""
+    # As `lerp`, which PyTorch uses here, and not as a weighted sum: the digits differ.
     first = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
     second = h.beta2 * slots["exp_avg_sq"] + h.rest2 * g * g
     slots.update(exp_avg=first, exp_avg_sq=second)
@@ -118,6 +119,7 @@ def _asgd(
     # PyTorch uses the rate that the step before has computed, and in the first step the learning
     # rate.
     rate = jnp.where(step == 1, h.lr, slots["eta"])
+    # 1 means that averaging has not begun: the average is the parameter itself.
     share = jnp.where(step == 1, 1, slots["mu"])
     p = p * (1 - h.lambd * rate) - rate * g
     slots["ax"] = jnp.where(share == 1, p, slots["ax"] + (p - slots["ax"]) * share)
@@ -133,6 +135,7 @@ def _nadam(
     t = step.astype(jnp.float32)
     now = h.beta1 * (1 - 0.5 * jnp.exp(t * h.log_decay))
     following = h.beta1 * (1 - 0.5 * jnp.exp((t + 1) * h.log_decay))
+    # State, because the rate of each step depends on those of all steps before it.
     product = slots["mu_product"] = jnp.where(step == 1, 1, slots["mu_product"]) * now
     first, second = moments(g, slots, h)
     root = jnp.sqrt(second / correction(h.log_beta2, step)) + h.eps

@@ -167,6 +167,7 @@ class GroupRule:
         correction1, correction2 = self._corrections(h, step)
         if "amsgrad" in self.flags:
             second = slots["max_exp_avg_sq"] = jnp.maximum(slots["max_exp_avg_sq"], second)
+        # Two roots and not one of the quotient, as PyTorch: `eps` is added after the correction.
         denominator = jnp.sqrt(second) / jnp.sqrt(correction2) + h.eps
         return p - (h.lr / correction1) * first / denominator
 
@@ -177,6 +178,7 @@ class GroupRule:
         correction1, correction2 = self._corrections(h, step)
         update = (first / correction1) / (jnp.sqrt(second / correction2) + h.eps)
         update = update + h.weight_decay * p
+        # No trust ratio for weights of zeros: a new bias would never move.
         weight_norm = jnp.minimum(jnp.sqrt(jnp.sum(p * p)), h.max_weight_norm)
         update_norm = jnp.sqrt(jnp.sum(update * update))
         usable = (weight_norm > 0) & (update_norm > 0)
@@ -191,6 +193,7 @@ class GroupRule:
             mean = slots["grad_avg"] = slots["grad_avg"] + h.rest_alpha * (g - slots["grad_avg"])
             square = square - mean * mean
         tf = "tf" in self.flags
+        # TensorFlow adds `eps` inside of the root, and applies the rate before momentum.
         root = jnp.sqrt(square + h.eps) if tf else jnp.sqrt(square) + h.eps
         change = g / root
         if "momentum" not in self.flags:

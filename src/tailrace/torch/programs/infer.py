@@ -77,6 +77,7 @@ class InferenceProgram:
         """Run one execution; returns the emissions of its taps."""
         numbers = Numbers(self.seed, self.calls)
         emitted, ticket = self.portions.dispatch(self.loop_state, numbers, blocks)
+        # Without emissions nothing else waits, and the caller's memory is in use until the end.
         jax.block_until_ready(ticket)
         parts = take_records(
             self._by_batch(emitted),

@@ -75,9 +75,11 @@ class Portions:
         if not resident and self._transfers and _divisible(runner, sight):
             nbytes = runner.bytes_per_pass * steps
             self.lengths = lengths_of(steps, nbytes, sight.period, ending=bool(last))
+        # Many small results as one array: each copy from an accelerator has a fixed cost.
         runner.packed = self._transfers
         self._body = runner
         if last and len(self.lengths) > 1:
+            # A second program without the values of the last step: its loop has less to carry.
             others = [one for one in sight.chosen if one.tap.mode is not Mode.FINAL]
             self._body = runner.observing(dataclasses.replace(sight, chosen=others).wanted)
         # Looked up once: a call of one short step would spend more on this than on its dispatch.
@@ -119,6 +121,7 @@ class Portions:
             parts.append(emitted)
             numbers = numbers.after(length)
         if self._transfers:
+            # All copies are started before the first is waited for.
             start_copying([list(part.values()) for part in parts])
         with waiting_for(ticket, "outfeed copy"):
             return joined(parts), ticket

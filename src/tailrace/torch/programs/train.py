@@ -73,6 +73,8 @@ class TrainingProgram:
         self.options, self._automatic = options, optimizer.automatic
 
         def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
+            # The factor is a parameter of the engine, because a loss sees parameters and no optimizer
+            # state.
             scaling: Any = optimizer.loss_scaling
             if optimizer.automatic:
                 scaling = scaling * params[FACTOR]
@@ -100,6 +102,7 @@ class TrainingProgram:
             model = as_pipeline(loss_fn, forward, options, accumulation)
             # A pipeline has its own.
             accumulation = 1
+        # Beside the parameters; `state` takes it out again before anyone sees it.
         own = {FACTOR: optimizer.init(params)[FACTOR]} if optimizer.automatic else {}
         self.engine = Engine(
             model,
@@ -116,6 +119,7 @@ class TrainingProgram:
             fingerprint=options.fingerprint,
         )
         self.engine.step = step
+        # Outputs and anchors are returned to the caller, and are no records of the run.
         self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
         paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}

@@ -43,6 +43,7 @@ def spread_out(
         return args, kwargs
     traced = [leaf for _, leaf in flatten((args, kwargs)) if hasattr(leaf, "jax")]
     shapes = {tuple(leaf.shape) for leaf in traced}
+    # Nothing is broadcast, or nothing is narrow: the usual case, found without reading values.
     if len(shapes) < 2 or not any(leaf.dtype.itemsize == 2 for leaf in traced):
         return args, kwargs
     shape = tuple(torch.broadcast_shapes(*shapes))
@@ -52,6 +53,7 @@ def spread_out(
             return value
         array = value.jax()
         wide = spread(array, shape)
+        # The same object where nothing has changed: others find tensors by identity.
         return value if wide is array else tensor(wide)
 
     return rebuild((args, kwargs), fit)
@@ -71,6 +73,7 @@ def linear_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A linear layer with a bias."""
 
     def run(x: TensorLike, weight: TensorLike, bias: TensorLike = None) -> Any:
+        # Without its bias, which torchax's would broadcast in 16 bits.
         out = theirs(x, weight)
         return out if bias is None else out + spread(bias, out.shape)
 

@@ -28,6 +28,7 @@ def deep_copied(tensor: TensorLike, memo: dict[int, Any]) -> TensorLike:
             "PyTorch; here it is given a tensor that was computed from parameters. Use x.clone() to "
             "let the gradient through, or x.detach().clone()."
         )
+    # A new leaf, as PyTorch's: no gradient goes through a copy.
     return memo.setdefault(id(tensor), _like(tensor, jax.lax.stop_gradient(tensor.jax())))
 
 

@@ -47,6 +47,8 @@ def _safe_softmax(x: TensorLike, dim: int, dtype: torch.dtype | None = None) -> 
     """A softmax that is 0 for rows of -inf, which would give NaN."""
     x = x if dtype is None else x.astype(dtype_on_device(dtype))
     nothing = jnp.isneginf(x).all(dim, keepdims=True)
+    # The row is replaced before the softmax too: both sides of a `where` are differentiated, and that
+    # of -inf is NaN.
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
@@ -58,6 +60,7 @@ def _first_of(
         return x, jnp.zeros((), int)
     index = choose(x, dim, keepdims=True)
     # JAX's own maximum shares the gradient among equal entries.
+    # A comparison and not a gather, whose gradient would be a scatter.
     hit = jax.lax.broadcasted_iota(index.dtype, x.shape, dim % x.ndim) == index
     value = jnp.where(hit, x, jnp.zeros((), x.dtype)).sum(dim, keepdims=keepdim, dtype=x.dtype)
     return value, index if keepdim else index.squeeze(dim)
@@ -169,6 +172,7 @@ def make_environment() -> Any:
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
+    # torchax asks an operator how it wants its arguments: as arrays, as tensors, with the environment.
     def lowered(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
         return ops_registry.Operator(func, run, **{**kinds, **flags})
@@ -223,6 +227,7 @@ def make_environment() -> Any:
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
             for one in _with_overloads(aten.scatter_reduce):
                 self._ops[one] = lowered(one, reduce)
+            # At the level of operations: `nn.Conv2d` and the transposed ones all end here.
             convolve = theirs[aten.convolution].func
             self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
             for one in (
@@ -401,6 +406,7 @@ def _out_of_place(func: Callable[..., Any]) -> Any:
     """The out-of-place form of an in-place operation; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload) or not results.is_in_place(func):
         return None
+    # By PyTorch's convention for names; the schemas are compared below.
     packet = getattr(aten, func.overloadpacket.__name__[:-1], None)
     if packet is None:
         return None

@@ -53,8 +53,10 @@ def _written(x: jax.Array, key: Any, value: TensorLike) -> jax.Array:
     """The array with `value` at `key`."""
     from torchax.ops.jaten import _shape_static_boolean_index_put as put_by_mask
 
+    # `x[mask,]` is `x[mask]`.
     if isinstance(key, tuple) and len(key) == 1:
         key = key[0]
+    # Also with a value for each True entry: torchax finds its place by counting along the mask.
     if _is_mask(key):
         return put_by_mask(x, jnp.asarray(key), value).astype(x.dtype)
     if isinstance(key, tuple):
@@ -71,6 +73,7 @@ def _chosen(x: jax.Array, key: tuple[Any, ...], place: int, value: TensorLike) -
     None where the value has an entry for each True of the mask.
     """
     mask = jnp.asarray(key[place])
+    # The same key with all of the masked dims, whose shape is known while tracing.
     whole = (*key[:place], *(slice(None),) * mask.ndim, *key[place + 1 :])
     part = x[whole]
     after = _dims(key[place + 1 :], x.ndim, whole)

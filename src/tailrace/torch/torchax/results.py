@@ -134,6 +134,8 @@ def number_as(value: complex, dtype: torch.dtype) -> complex:
 
     JAX would take the nearest number that does.
     """
+    # Wider ones hold every number that users write, except floats in integers. JAX refuses integers of
+    # more than 32 bits itself.
     narrow = dtype.itemsize < 4
     if not narrow and (dtype.is_floating_point or dtype.is_complex or isinstance(value, int)):
         return value
@@ -189,6 +191,7 @@ def check_cast(plain: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         args: the arguments, of which the first is written.
         kwargs: the keyword arguments.
     """
+    # What stores a value (`fill_`, `copy_`) is of the tensor's dtype, and casts.
     if torch.Tag.pointwise not in plain.tags or args[0].is_floating_point():
         return
     wanted = expected(plain, args, kwargs)

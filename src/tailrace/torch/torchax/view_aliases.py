@@ -95,11 +95,14 @@ class Aliases:
             return
         base, rest = args[0], args[1:]
         shadow = self._shadow(base)
+        # PyTorch decides on tensors without values, so whatever its function raises means: no view
+        # known.
         with plainly(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
             sizes = [_without_values(t) if hasattr(t, "jax") else t for t in rest]
             shadow = func(shadow, *sizes, **kwargs)
         # `reshape` and its like return a view or a copy, by the strides of the tensor: PyTorch
         # decides on a tensor without values.
+        # A copy shares nothing, and is not remembered.
         if shadow.shape != out.shape or not shadow._is_view():
             return
         seen = (out._elem, _memory(base)._elem)
@@ -129,6 +132,8 @@ class Aliases:
                 view.seen = (view.tensor._elem, _memory(view.base)._elem)
         for view in self._views:
             if (now := _memory(view.base)._elem) is not view.seen[1]:
+                # The function that made the view is run again on the new base; XLA drops what nobody
+                # uses.
                 values = view.again(view.base).jax()
                 if values.shape == view.tensor._elem.shape:
                     view.tensor._elem = values
@@ -180,6 +185,7 @@ def _write(view: _View, values: Tree) -> None:
     else:
         new = old.ravel().at[places].set(flat)
     new = new.reshape(old.shape)
+    # Written through `x.data` or `x.detach()`: PyTorch's graph goes on with the old value's history.
     if view.detached and jnp.issubdtype(old.dtype, jnp.inexact):
         new = _moved(old, new)
     if hasattr(view.base, "_elem"):

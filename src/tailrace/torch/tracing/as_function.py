@@ -46,6 +46,7 @@ def as_function(
             return jax.tree.map(lambda array: wrap(jnp.asarray(array)), args), {}
 
         weights = {name: jnp.asarray(value) for name, value in params.items()}
+        # The same key in each call: the function is pure, and two of its calls can be compared.
         return run(weights, buffers, fill, jax.random.key(key_seed)).outputs
 
     return function, params

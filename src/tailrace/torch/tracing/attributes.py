@@ -35,6 +35,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
         yield
     finally:
         for path, inner, held in before:
+            # Lists and dicts are looked into: `self.features.append(x)` keeps a tensor as well.
             for name in _traced_in(vars(inner), _OF_EVERY_MODULE):
                 # PyTorch's own modules keep what they compute with (`nn.LSTM._flat_weights`).
                 if not type(inner).__module__.startswith("torch."):

@@ -65,6 +65,7 @@ def _hooks(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """(where, how it was registered) of the hooks that there are."""
     for path, module in root.named_modules():
         where = f"Module {path!r} ({type(module).__name__})" if path else type(module).__name__
+        # Private, and the only way to see hooks; `torch_internals` has the probe.
         if module._backward_pre_hooks:
             yield where, "register_full_backward_pre_hook"
         if module._backward_hooks:

@@ -129,6 +129,7 @@ def begin_block(module: torch.nn.Module, name: str | None = None, device: int | 
     if hasattr(module, _ATTRIBUTE):
         raise ProgramError("module has already been assigned to a block.")
     hook = _Begin(name, device)
+    # A hook and not a wrapper: names of parameters, and with them checkpoints, stay as they were.
     handle = module.register_forward_pre_hook(hook)
     module.__dict__[_ATTRIBUTE] = (hook, handle.id)
     return module
@@ -236,11 +237,13 @@ def begin(name: str | None, device: int | None) -> None:
         name = str(watch.blocks)
     watch.blocks += 1
     place = watch.staging.place(name, device, watch.stages)
+    # Consecutive blocks of one stage are one stretch: a cut between them would be a stage of its own.
     if watch.stages and watch.stages[-1][0] == place[0]:
         return  # the same stage goes on, on its device
     if watch.latest is None:  # nothing was computed before: this is where everything begins
         watch.stages[:] = [place]
         return
+    # Something was computed before the first block: it is a stretch too.
     if not watch.stages:
         watch.stages.append(first_place(watch))
         if watch.stages[-1][0] == place[0]:

@@ -71,6 +71,7 @@ def custom_functions(
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         traced = current_watch() is watch and any(map(is_traced, args)) and not kwargs
+        # Its backward runs PyTorch's autograd, which has recorded nothing here.
         if cls is checkpoint.CheckpointFunction and current_watch() is watch:
             # What to keep and what to compute again is decided elsewhere.
             function, _, *inputs = args
@@ -104,6 +105,7 @@ class _Call:
         self.watch, self.cls, self.args, self.mode = watch, cls, args, mode
         needed = tuple(differentiated and _has_gradient(a) for a in args)
         self.context = _Context(needed)
+        # As in PyTorch, gradients of other arguments are dropped, whatever backward returns for them.
         self.wanted = [number for number, flag in enumerate(needed) if flag]
 
     def run(self) -> Any:
@@ -123,6 +125,7 @@ class _Call:
         for number, value in self._attached(results).items():
             made[number] = watch.tensor(value)
         for original, copied, value in zip(self.args, given, stopped, strict=True):
+            # `ctx.mark_dirty` need not be called for this to be noticed.
             if is_traced(original) and copied.jax() is not value:  # changed in place
                 place = next((n for n, r in enumerate(results) if r is copied), None)
                 original.copy_(copied if place is None else made[place])
@@ -154,6 +157,8 @@ class _Call:
         values = [jax.lax.stop_gradient(results[number].jax()) for number in flowing]
         program, positions = self._backward(results, flowing, values)
         inputs = [self.args[number].jax() for number in self.wanted]
+        # What backward uses from around it, as arguments of `attach`: JAX refuses custom rules that
+        # close over values which are differentiated.
         held = [jax.lax.stop_gradient(value) for value in program.consts]
 
         @jax.custom_vjp

@@ -102,6 +102,7 @@ def _of_operations(error: Exception, where: str) -> str | None:
     if "torchax Tensors can only do math" in text:
         text = f"{_refused_operation(error)} has no lowering"
     if "no lowering" in text or isinstance(error, NotImplementedError):
+        # By the name in torchax's text, which ends with the operation.
         advice = next((advice for name, advice in INSTEAD.items() if f"::{name} " in text), "")
         return (
             f"An operation in {where} cannot run on the device: {text}. "
@@ -109,6 +110,7 @@ def _of_operations(error: Exception, where: str) -> str | None:
             f"docs/guides/pytorch.md lists what works."
         )
     if isinstance(error, OverflowError):
+        # "Python integer -1 out of bounds for uint8": a narrow dtype, not the missing 64 bits.
         if "32" not in text and "int" in text.rpartition(" ")[2]:
             return (
                 f"A whole number in {where} does not fit the dtype of the tensor that it is combined "

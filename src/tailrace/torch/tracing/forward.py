@@ -60,6 +60,7 @@ class Forward:
         """Trace once, without running anything, to see what there is."""
         seen: list[Ran] = []
         module = self.function.module
+        # Inference never asks for gradients, so hooks and backward methods are left alone.
         self.function.differentiated = training
         if training:
             refuse_backward_hooks(module)
@@ -72,6 +73,7 @@ class Forward:
         # A trace of its own, without the loop around it: which outputs and losses there are decides
         # what the program of a call returns, so it must be known before that is traced.
         element = self.form.spec().tree()
+        # The form of a key: a concrete one would run on the device.
         seed = jax.eval_shape(lambda: jax.random.key(0))
         with tracing(ProgramTrace()):
             closed = jax.make_jaxpr(look)(params, buffers, element, seed)
@@ -86,6 +88,7 @@ class Forward:
             self.unused = frozenset(name for name, var in inputs.items() if var not in used)
         self.devices = [device for _, device in ran.watch.stages]
         self.names = [name for name, _ in ran.leaves]
+        # Only scalars: on tensors of any shape a subclass would be in the way of the user's own code.
         self.scalars = frozenset(name for name, value in ran.leaves if not value.shape)
         self.written = [self.form.names[number] for number in ran.written]
         self.changed = ran.changed
@@ -119,6 +122,7 @@ class Forward:
         ran = self._run(params, buffers, element, key())
         for name, value in ran.leaves:
             mark(value, Tag("value", f"output/{name}"))
+        # Arguments that forward has changed leave like outputs, under names of their own.
         for number, value in ran.written.items():
             mark(value, Tag("value", f"output/{written_name(self.form.names[number])}"))
         loss = None if self.loss is None else ran.losses[self.loss]

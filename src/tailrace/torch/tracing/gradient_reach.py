@@ -22,6 +22,7 @@ def inputs_with_gradient(jaxpr: Jaxpr, results: Iterable[Atom]) -> set[Var]:
         if stops_gradient(eqn) or wanted.isdisjoint(eqn.outvars):
             continue
         sources = list(eqn.invars)
+        # Into calls: many of jnp's functions are one, and would connect every input to every output.
         call = jit_of(eqn)
         if call is not None:
             inner = call.program.jaxpr

@@ -111,6 +111,7 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
         )
         for out in eqn.outvars:
             behind[out] = reached.union(numbers.get(out, ()))
+    # A loss under `no_grad`, or of constants, is a metric.
     training = {var for var in numbers if inputs_with_gradient(jaxpr, [var]).intersection(trained)}
     counted = training or set(numbers)
     feeding = {number for var in set(numbers) - counted for number in numbers[var]}
@@ -120,6 +121,7 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
         # The same variable may be marked several times (a loss function, then `identity_loss`).
         feeding |= {n for n in own if n != max(own)}
     final = [number for number in range(len(losses)) if number not in feeding]
+    # Which of several to train by is the user's choice: their sum would be a guess.
     if len(final) != 1:
         raise ProgramError(
             f"Multiple independent losses found in graph. Graph must have one final loss. Wrap final "

@@ -116,6 +116,8 @@ class ModuleFunction:
             if self.precision is not None:
                 stack.enter_context(jax.default_matmul_precision(self.precision))
             stack.enter_context(_without_looking_at_values())
+            # The modes of when the model was made or `train()` was called: the module's own may differ
+            # by now.
             stack.enter_context(_modes(self.module, self.training))
             # torchax's own key would be a constant of the trace: every step would draw the same
             # dropout mask.
@@ -128,12 +130,15 @@ class ModuleFunction:
             # under `no_grad`.
             stack.enter_context(torch.enable_grad())
             stack.enter_context(env)
+            # Tensors that forward makes without a device (`torch.zeros(3)`) are tensors of the program.
             stack.enter_context(unnamed_device())
             replaced = {**REPLACED, **refusals(self.differentiated)}
             mode = functools.partial(WatchingMode, watch, LOSS_FUNCTIONS, replaced, cast_arguments)
             stack.enter_context(custom_functions(watch, self.differentiated, mode))
             stack.enter_context(mode())
             try:
+                # The module is not changed: its tensors are exchanged for those of the trace while it
+                # runs.
                 out = torch.func.functional_call(
                     self.module, _by_places(self.module, tensors), args, kwargs, tie_weights=False
                 )
@@ -163,6 +168,7 @@ class ModuleFunction:
                     f"A buffer keeps its shape from step to step. {name!r} was "
                     f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
                 )
+        # By identity, as above. Inference writes only these back to the host.
         changed = frozenset(name for name, value in after.items() if value is not buffers[name])
         # The state of a loop keeps its dtypes.
         after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
@@ -262,6 +268,7 @@ def _without_looking_at_values():
     so to attention, which gets the mask anyway; distributions check their parameters. Libraries that
     choose by values (`transformers`: is nothing masked?) do not where they are compiled.
     """
+    # Switches and attributes of the whole process, put back at the end: PyTorch has none for one call.
     distribution: Any = torch.distributions.Distribution
     fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
     detect = transformer._detect_is_causal_mask

@@ -79,9 +79,12 @@ class Watch:
 
     def constant(self, value: object) -> Any:
         """A tensor that lives outside of the module, as a constant of the program."""
+        # Containers are rebuilt leaf by leaf with this function: most leaves are numbers.
         if not isinstance(value, torch.Tensor) or is_traced(value):
             return value
         if id(value) not in self.constants:
+            # Copied: the user may write to the tensor later, and a compiled program keeps its
+            # constants.
             constant = self.tensor(self.env.t2j_copy(value.detach()))
             self.constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
         return self.constants[id(value)][1]
@@ -92,6 +95,8 @@ class Watch:
 
     def note_made(self, out: Tree, given: list[Any]) -> None:
         """Remember tensors of the host that a function has returned."""
+        # Only what forward has made may be written: writes to it end with the pass, as those to a
+        # tensor of the program do.
         for _, leaf in flatten(out):
             if isinstance(leaf, torch.Tensor) and all(leaf is not one for one in given):
                 self.made[id(leaf)] = leaf
@@ -105,6 +110,7 @@ class Watch:
             if constant._elem is before:
                 continue
             with plainly():
+                # PyTorch's own question, on the tensor of the host: a view would leave its base behind.
                 alone = id(tensor) in self.made and not tensor._is_view()
             if not alone:
                 raise ProgramError(
@@ -151,6 +157,7 @@ class WatchingMode(TorchFunctionMode):
             self.watch.note_made(out, [])
             return out
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # Functions of the host's tensors alone run in PyTorch, once, while tracing.
         ours = any(self.watch.counts(t) for t in tensors)
         used: list[tuple[Any, Any, Any]] = []
         # Tensors of the host next to traced ones: torchax refuses the mixture.
@@ -171,6 +178,8 @@ class WatchingMode(TorchFunctionMode):
         if place is not None:
             out = written(place, out, self.watch.tensor)
         if ours:
+            # Before the result is wrapped or stopped below: blocks cut at the value that the function
+            # has made.
             self._note(out)
             self._flag(out, tensors)
             self.watch.note_writes(used)
@@ -182,6 +191,7 @@ class WatchingMode(TorchFunctionMode):
         if ours:
             self.watch.aliases.note(func, out, args, kwargs)
             self.watch.aliases.settle()
+        # Last: the value that is noted must be the one that the module goes on with.
         if func in self.losses and is_traced(out):
             out = self.watch.mark_loss(out)
         return out
@@ -197,6 +207,8 @@ class WatchingMode(TorchFunctionMode):
 
     def _flag(self, out: TensorLike, given: list[Any]) -> None:
         """Let results say whether they have a gradient, as those of PyTorch do."""
+        # Code asks for it (`if x.requires_grad:`), and `copy.deepcopy` refuses by it; JAX does not need
+        # it.
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             for _, leaf in flatten(out):
                 if is_traced(leaf) and leaf.dtype.is_floating_point:
@@ -235,6 +247,7 @@ def is_traced(value: object) -> bool:
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[Watch]:
     """Make `watch` the current one."""
+    # A context variable: another thread may trace another module at the same time.
     token = _watching.set(watch)
     try:
         yield watch
@@ -252,6 +265,7 @@ def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
         path = paths.get(id(module))
         # The hooks are global: another thread may run modules of its own meanwhile.
         if path is not None and _watching.get() is watch:
+            # Opened by hand, because entering and leaving are two hooks.
             scope = jax.named_scope(path)
             scope.__enter__()
             watch.path.append((path, scope))

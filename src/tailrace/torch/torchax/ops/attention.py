@@ -44,10 +44,12 @@ def attend(
             "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    # Before the form is chosen: none of them has PyTorch's rule for rows without keys.
     mask, nothing = _opened(attn_mask)
     if not dropout_p and fits_fused(query, key, value, mask, is_causal):
         out = _fused(query, key, value, mask, is_causal, scale)
     else:
+        # cuDNN's kernel shares keys among heads itself; the others need them repeated.
         if enable_gqa:
             key, value = (_repeated(part, query.shape[-3]) for part in (key, value))
         drop = _dropping(dropout_p, env) if dropout_p else _kept
@@ -111,6 +113,7 @@ def _plain(
     first: int | jax.Array = 0,
 ) -> Any:
     """Scores, softmax and sum of 16-bit values in 32 bits; `first` is the index of the first row."""
+    # At least 32 bits, and 64 where the query has them.
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("...le,...se->...ls", query, key, preferred_element_type=wide) * scale
     if is_causal:

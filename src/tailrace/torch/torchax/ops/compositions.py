@@ -26,6 +26,7 @@ def _cov(
     """Covariances of rows; PyTorch checks the sum of the weights, which would branch on values."""
     x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
     rows = x[None] if x.ndim < 2 else x
+    # Both kinds of weights multiply; only the degrees of freedom tell them apart.
     weights = jnp.ones(rows.shape[1], x.real.dtype)
     for part in (fweights, aweights):
         weights = weights if part is None else weights * part
@@ -356,6 +357,7 @@ def _col2im(
     counts = [(n - span) // step + 1 for n, span, step in zip(size, spans, stride, strict=True)]
     patches = x.reshape(*x.shape[:-2], -1, *kernel_size, *counts)
     image = jnp.zeros((*patches.shape[:-4], *size), x.dtype)
+    # A loop over the window, not over patches: as many additions as the kernel has entries.
     for place in itertools.product(*map(range, kernel_size)):
         first = [number * step for number, step in zip(place, dilation, strict=True)]
         along = zip(first, counts, stride, strict=True)

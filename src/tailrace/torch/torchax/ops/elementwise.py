@@ -28,6 +28,7 @@ def softplus(x: TensorLike, beta: float = 1, threshold: float = 20) -> Any:
 
 def elu(x: TensorLike, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     """Exponential below 0, a line above."""
+    # The exponential sees no large number, whose slope of infinity times 0 would be NaN.
     below = jnp.where(x > 0, 0, x)
     return jnp.where(x > 0, scale * x, alpha * scale * jnp.expm1(below * input_scale))
 
@@ -54,6 +55,7 @@ def log_sigmoid(x: TensorLike) -> tuple[Any, Any]:
 
 def clamp(x: TensorLike, min: TensorLike = None, max: TensorLike = None) -> Any:
     """Between two limits; the gradient at a limit is 1."""
+    # Not `jnp.clip`, which shares the gradient at a limit between entry and limit.
     if min is not None:
         x = jnp.where(x < min, min, x)
     return x if max is None else jnp.where(x > max, max, x)

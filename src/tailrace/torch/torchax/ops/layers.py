@@ -123,6 +123,7 @@ def _embedding(
             f"Received: max_norm={max_norm}. Normalise the rows that are looked up instead, such as "
             f"by F.normalize, or the weights between steps."
         )
+    # The plain lookup is torchax's.
     if not scale_grad_by_freq:
         return NotImplemented
     plain: Any = functional.embedding(input, weight, padding_idx)
@@ -170,6 +171,7 @@ def _embedding_bag(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.jax().ravel()[:, None]
     if mode == "max":
+        # Padding never wins; a bag of nothing else is 0, as in PyTorch.
         rows = jnp.where(kept[:, None], rows, -jnp.inf)
         out = jax.ops.segment_max(rows, bags, count)
         return watch.tensor(jnp.where(jnp.isneginf(out), 0, out))
@@ -201,6 +203,7 @@ def _adaptive_max_pool(
         count = length if size is None else size
         parts = []
         for i in range(count):
+            # PyTorch's windows: floor of the start, ceiling of the end, so neighbours may overlap.
             limits = (i * length // count, -(-(i + 1) * length // count))
             window, where = (jax.lax.slice_in_dim(part, *limits, axis=axis) for part in (x, places))
             first = jnp.argmax(window, axis, keepdims=True)

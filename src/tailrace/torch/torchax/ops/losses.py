@@ -114,6 +114,7 @@ def _multilabel_margin_loss(
     one = x.ndim == 1
     x, y = (x[None], y[None]) if one else (x, y)
     classes = x.shape[1]
+    # True up to the first -1: what follows it does not count, even if it is a class.
     real = jnp.cumprod(y >= 0, axis=1).astype(bool)
     hit = jax.nn.one_hot(jnp.where(real, y, classes), classes, dtype=bool).any(1)
     scores = jnp.take_along_axis(x, jnp.where(real, y, 0), axis=1)
@@ -148,6 +149,7 @@ def _ctc_loss(
         found = lengths.jax() if hasattr(lengths, "jax") else jnp.asarray(lengths)
         return (jnp.arange(count)[None] >= found[:, None]).astype(logits.dtype), found
 
+    # optax has the batch first. It applies a softmax, which changes no log-probabilities.
     logits = jnp.swapaxes(logits, 0, 1)
     unread, _ = padding(input_lengths, logits.shape[1])
     unused, lengths = padding(target_lengths, labels.shape[1])

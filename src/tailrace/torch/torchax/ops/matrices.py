@@ -40,6 +40,7 @@ def _exponential_backward(x: TensorLike, slope: TensorLike) -> tuple[Any]:
 
     A derivative of the approximation that computes a value is less so.
     """
+    # exp([[A, G], [0, A]]) has the derivative of exp at A towards G in its corner (Mathias 1996).
     turned = _turned(x)
     lower = jnp.concatenate([jnp.zeros_like(x), turned], -1)
     both = jnp.concatenate([jnp.concatenate([turned, slope], -1), lower], -2)
@@ -125,6 +126,7 @@ def _lstsq(
     if driver == "gels" and rows > columns:
         residuals = jnp.square(jnp.abs(a @ found - right)).sum(-2)
     if driver != "gels":
+        # The rank is counted on the device; its shape does not depend on it.
         spectrum = jnp.linalg.svd(a, compute_uv=False)
         rank = (spectrum > tolerance * spectrum[..., :1]).sum(-1)
         values = spectrum if driver in ("gelsd", "gelss") else empty

@@ -138,5 +138,6 @@ def mean(x: TensorLike, dim: Dims = None, keepdim: bool = False, *, dtype: DType
 
 def _axes(x: TensorLike, dim: Dims) -> tuple[int, ...] | int | None:
     """Over which axes; none are named for all, and a number has none."""
+    # PyTorch takes an empty list for all dimensions, NumPy for none.
     axes = tuple(dim) if isinstance(dim, Sequence) else dim
     return None if axes == () or x.ndim == 0 else axes

@@ -20,6 +20,7 @@ from tailrace.torch.torchax.env import Env
 
 def exponential(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, lambd: float = 1) -> Any:
     """Above 0: what follows is often a logarithm."""
+    # Of the tensor's dtype: a smaller one would be rounded to 0 there.
     least = float(jnp.finfo(dtype).tiny)
     return -jnp.log1p(-jax.random.uniform(key, shape, minval=least)) / lambd
 

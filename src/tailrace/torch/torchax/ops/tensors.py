@@ -51,6 +51,7 @@ def _take_along_dim(
     if dim is None:
         return watch.tensor(x.ravel()[index.ravel()])
     axis = dim % x.ndim
+    # Broadcast by hand, except along the dim: JAX's function wants equal shapes there.
     common = jnp.broadcast_shapes(
         (*x.shape[:axis], 1, *x.shape[axis + 1 :]),
         (*index.shape[:axis], 1, *index.shape[axis + 1 :]),
@@ -116,15 +117,18 @@ def tensor_from(make: Callable[..., Any]) -> Callable[..., Any]:
         requires_grad: bool = False,
         **__: Any,
     ) -> Any:
+        # `as_tensor` shares what it is given; only `torch.tensor` makes a copy without history.
         if make is not torch.tensor and hasattr(data, "jax"):
             return data if dtype is None else data.to(dtype)
         leaves = [leaf for _, leaf in flatten(data)]
+        # Without modes: PyTorch promotes numbers in lists by rules of its own.
         with plainly():
             if any(hasattr(leaf, "jax") for leaf in leaves):
                 wanted = functools.reduce(torch.promote_types, map(_kind, leaves))
                 array = _stacked(data, dtype_on_device(dtype or wanted), hasattr(data, "jax"))
             else:
                 array = env.t2j_copy(make(data, dtype=dtype, device="cpu").detach())
+        # As PyTorch's: a new leaf, whatever it was made of.
         made = env.j2t_iso(jax.lax.stop_gradient(array))
         made.requires_grad = requires_grad
         return made
