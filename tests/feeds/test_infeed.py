@@ -18,7 +18,7 @@ from tailrace.errors import DataExhausted, FeedError, OptionError, ProducerError
 from tailrace.feeds.reader import Reader
 from threads import infeed_threads
 
-WAIT_S = 120  # only ever waited for when something is broken
+WAIT_S = 300  # only ever waited for when something is broken
 
 
 def numbers(count):

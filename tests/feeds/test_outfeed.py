@@ -11,7 +11,7 @@ import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import DataExhausted, FeedError, OptionError
 
-WAIT_S = 120  # only ever waited for when something is broken
+WAIT_S = 300  # only ever waited for when something is broken
 
 
 def counting(outfeed, n=5, replicas=1, **options):

@@ -14,11 +14,11 @@ def test_calls_run_in_order_and_exceptions_come_back():
     futures = [worker.submit(done.append, number) for number in range(5)]
     broken = worker.submit(lambda: 1 / 0)
     after = worker.submit(len, done)
-    assert after.result(timeout=30) == 5
+    assert after.result(timeout=300) == 5
     assert done == list(range(5))
     assert all(future.done() for future in futures)
     with pytest.raises(ZeroDivisionError):
-        broken.result(timeout=30)
+        broken.result(timeout=300)
     worker.stop()
     assert "tailrace-test" not in [thread.name for thread in threading.enumerate()]
 
