@@ -20,8 +20,10 @@ ALLOWED = {
     },  # the selector says that one is there
     "feeds/background.py": {"calls.get()"},  # a thread without work; no other thread waits for it
     "feeds/staging.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
-    "keras/data/batch_source.py": {"waiting.result()", "future.result()"},  # likewise
+    "keras/checkpoints/keeping.py": {"future.result()"},  # likewise
+    "keras/data/batch_source.py": {"waiting.result()", "future.result()"},
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once
+    "torch/calls/loader.py": {"future.result()"},  # after `Patience.wait_for`
     "trainer/checkpoints/directory.py": {"self._lock.acquire()"},  # likewise
     "trainer/checkpoints/writer.py": {"busy.result()", "self.wait()"},  # after `Patience.wait_for`
     "trainer/evaluation/combining.py": {"one.result()"},  # a metric

@@ -160,7 +160,7 @@ def test_the_classes_are_left_alone_until_tensorflow_is_imported():
 
 def test_a_jax_whose_arrays_are_made_otherwise_is_refused(monkeypatch):
     assert all(seam.holds() for seam in tensors.SEAMS)
-    monkeypatch.setattr(tensors, "_kinds", lambda: (int,))
+    monkeypatch.setattr(tensors, "kinds", lambda: (int,))
     with pytest.raises(VersionError, match="shape and dtype of arrays"):
         tensors.JAX.check(tensors.SEAMS)
 

@@ -55,7 +55,7 @@ def connect(port):
 
 def test_strangers_do_not_disturb_the_roll_call(monkeypatch):
     monkeypatch.setattr(
-        rollcall, "_SILENT_S", 1e6
+        rollcall, "SILENT_S", 1e6
     )  # who waited for a silent one would wait for ever
     port, said = free_port(), {}
 
@@ -100,13 +100,13 @@ def test_a_process_without_the_token_is_not_one_of_them():
 
 
 def test_a_process_that_reported_and_left_may_come_again(monkeypatch):
-    port, seen_leaving, drop = free_port(), threading.Event(), rollcall._Roll._drop
+    port, seen_leaving, drop = free_port(), threading.Event(), rollcall.Roll.drop
 
     def dropped(self, connection):
         drop(self, connection)
         seen_leaving.set()
 
-    monkeypatch.setattr(rollcall._Roll, "_drop", dropped)
+    monkeypatch.setattr(rollcall.Roll, "drop", dropped)
     first = threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, 0, LIMIT_S))
     first.start()
     with connect(port) as connection:

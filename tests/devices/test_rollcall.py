@@ -43,10 +43,10 @@ def test_all_arrive():
 
 
 def test_missing_ones_are_named_to_all(monkeypatch):
-    clock, reported, contradiction = Clock(), threading.Event(), rollcall._contradiction
+    clock, reported, contradiction = Clock(), threading.Event(), rollcall.contradiction
     monkeypatch.setattr(rollcall, "time", clock)
     monkeypatch.setattr(
-        rollcall, "_contradiction", lambda *about: reported.set() or contradiction(*about)
+        rollcall, "contradiction", lambda *about: reported.set() or contradiction(*about)
     )
 
     def time_is_up():

@@ -180,7 +180,7 @@ def test_thousands_of_devices(schedule):
         ((1.0, 1.0, [1.0, 1.0]), "one for each of the 1 boundaries"),
         ((1.0, 1.0, -1.0), "`transfer` is a time of zero or more"),
         ((1.0, 1.0, 0.0, [1.0]), "`update` is one time"),
-        ((1.0, 1.0, 0.0, 0.0, "fast"), "'gated', 'masked', 'ungated', 'free'; received 'fast'"),
+        ((1.0, 1.0, 0.0, 0.0, "fast"), "'gated', 'masked', 'ungated', 'free'. Received: 'fast'"),
     ],
 )
 def test_times_that_are_none(arguments, sentence):

@@ -415,7 +415,7 @@ def test_options_say_what_is_wrong():
         model.set_pipelining_options(gradient_accumulation_count=2)
     with pytest.raises(ValueError, match="does not know 'shedule'"):
         model.set_pipelining_options(shedule="grouped")
-    with pytest.raises(ValueError, match="'grouped', 'interleaved' or 'sequential'"):
+    with pytest.raises(ValueError, match="'grouped', 'interleaved', 'sequential'"):
         model.set_pipelining_options(schedule="zigzag")
     with pytest.raises(ValueError, match="automatically set by Keras"):
         model.set_infeed_queue_options(dataset=None)

@@ -124,12 +124,12 @@ def idle(monkeypatch):
     """Waits until every execution of a fit has ended, and its end is noted."""
     started = []
 
-    class Run(device_times._Run):
+    class Run(device_times.Run):
         def __init__(self, *about):
             super().__init__(*about)
             started.append(self)
 
-    monkeypatch.setattr(device_times, "_Run", Run)
+    monkeypatch.setattr(device_times, "Run", Run)
     return lambda: wait_until(lambda: all(one.ended for one in started), "it has not ended")
 
 

@@ -227,14 +227,14 @@ def test_a_leaf_that_the_loop_of_a_pipeline_does_not_carry(tmp_path):
 
 def test_memory_is_given_back_after_each_checkpoint_and_its_snapshot_is_gone(tmp_path, monkeypatch):
     alive, given = [], []
-    take = saving.Saving._snapshot
+    take = saving.Saving.snapshot
 
     def taken(self, ended):
         snapshot = take(self, ended)
         alive.append(weakref.ref(snapshot))
         return snapshot
 
-    monkeypatch.setattr(saving.Saving, "_snapshot", taken)
+    monkeypatch.setattr(saving.Saving, "snapshot", taken)
     monkeypatch.setattr(writer, "give_back", lambda: given.append([one() for one in alive]))
     trainer_of().fit(data(), steps=8, checkpoint=tr.Checkpoint(tmp_path, every=4), progress=False)
     assert len(given) == len(alive) >= 3

@@ -18,7 +18,6 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
-from tailrace.data.counts import member_named
 from tailrace.errors import DataError, OptionError, TailraceError
 
 EPOCHS, ELEMENTS = 5, 1000
@@ -208,6 +207,7 @@ def plan(subparsers: Subparsers) -> None:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
+    from tailrace.data.choices import member_named
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 

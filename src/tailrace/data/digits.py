@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tailrace.data.counts import member_named
+from tailrace.data.choices import member_named, member_of
 from tailrace.errors import MissingDependency, OptionError
 
 _TRAIN_PER_DIGIT = 400
@@ -60,7 +60,7 @@ def digits(
         Split.TRAIN: slice(first_of_test),
         Split.TEST: slice(first_of_test, None),
     }
-    part = parts[Split(split)]
+    part = parts[member_of(Split, split)]
     # Copies: all calls share the cached arrays, and a caller may write to its own.
     return _with_dtype(images[part], dtype), labels[part].copy()
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import member_named
+from tailrace.data.choices import member_named, member_of
 from tailrace.data.trees import Tree, TreeDef, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock
@@ -92,7 +92,7 @@ class OutfeedQueue:
         most_bytes: int = MOST_BYTES,
         when_full: str = "raise",
     ) -> None:
-        self.mode = OutfeedMode(mode)
+        self.mode = member_of(OutfeedMode, mode)
         if not isinstance(live, bool):
             raise OptionError(f"live is True or False. Received: live={live!r}.")
         self.live = live

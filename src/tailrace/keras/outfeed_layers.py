@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import ShapeLike
-from tailrace.data.counts import member_named
+from tailrace.data.choices import member_named, member_of
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
@@ -235,7 +235,7 @@ class OutfeedOptimizer(Wrapper):
                 "of the variables. Give model=."
             )
         super().__init__(wrapped_optimizer, name)
-        self.mode = OutfeedOptimizerMode(outfeed_optimizer_mode)
+        self.mode = member_of(OutfeedOptimizerMode, outfeed_optimizer_mode)
         self.sees_each = self.mode is OutfeedOptimizerMode.AFTER_COMPUTE
         self._queue = outfeed_queue
         # Not a plain attribute: Keras would treat the model as a part of the optimizer.

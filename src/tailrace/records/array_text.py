@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
-from tailrace.data.counts import member_named
+from tailrace.data.choices import member_named, member_of
 from tailrace.errors import OptionError
 
 _ELLIPSIS = "..."
@@ -80,7 +80,7 @@ class PrintOptions:
                     f"{name} is a string of at least one character, without a line break. "
                     f"Received: {name}={value!r}."
                 )
-        object.__setattr__(self, "float_format", FloatFormat(self.float_format))
+        object.__setattr__(self, "float_format", member_of(FloatFormat, self.float_format))
 
     def format(self, array: object, title: str = "") -> str:
         """An array as text, after `title: ` if there is a title."""

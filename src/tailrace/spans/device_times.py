@@ -36,7 +36,7 @@ Interval = tuple[int, int]
 """A start and an end, in nanoseconds of `time.perf_counter_ns`."""
 
 
-class _Run:
+class Run:
     """One execution: dispatched, and perhaps finished."""
 
     __slots__ = ("began", "ended", "ready")
@@ -55,10 +55,10 @@ class DeviceTimes:
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, int, int]] = []
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[Run] = deque()
         self._since = self._free = 0  # the end of the last period, and of the last execution
         self._thread = 0
-        self._waiting: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class DeviceTimes:
     def began(self, ready: jax.Array) -> None:
         """Called after a dispatch; `ready` is ready when the execution has finished."""
         starts = (start for name, start, _ in reversed(self._spans) if name == _DISPATCH)
-        run = _Run(ready, next(starts, 0) or time.perf_counter_ns())
+        run = Run(ready, next(starts, 0) or time.perf_counter_ns())
         self._runs.append(run)
         self._waiting.put(run)
 
@@ -152,7 +152,7 @@ def _overlap(one: Interval, other: Interval) -> int:
     return max(0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
-def _wait(waiting: queue.SimpleQueue[_Run | None]) -> None:
+def _wait(waiting: queue.SimpleQueue[Run | None]) -> None:
     """Note when executions end."""
     while (run := waiting.get(timeout=None)) is not None:  # a thread without work
         with suppress(Exception):  # the fit that collects it gets the exception

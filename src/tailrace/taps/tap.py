@@ -15,7 +15,8 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from tailrace.data.counts import check_count, member_named
+from tailrace.data.choices import member_named, member_of
+from tailrace.data.counts import check_count
 from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
@@ -109,9 +110,9 @@ class Tap:
     def __post_init__(self) -> None:
         check_selection(self.select)
         if not isinstance(self.mode, Every):
-            object.__setattr__(self, "mode", Mode(self.mode))
+            object.__setattr__(self, "mode", member_of(Mode, self.mode))
         if not callable(self.reduce):
-            object.__setattr__(self, "reduce", Reduce(self.reduce))
+            object.__setattr__(self, "reduce", member_of(Reduce, self.reduce))
 
     @property
     def kind(self) -> str:

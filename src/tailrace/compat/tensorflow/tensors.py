@@ -49,7 +49,7 @@ def add_methods() -> None:
         VersionError: JAX's classes are made in another way than is known.
     """
     JAX.check(SEAMS)
-    for kind in _kinds():
+    for kind in kinds():
         _add(kind, "get_shape", lambda tensor: TensorShape(tensor.shape))
         _add(kind, "set_shape", _set_shape)
         _add(kind, "ref", Reference)
@@ -71,7 +71,8 @@ def _array() -> type:
     return type(jnp.zeros(()))
 
 
-def _kinds() -> tuple[type, ...]:
+def kinds() -> tuple[type, ...]:
+    """The classes of tensors that are not ours."""
     return _array(), Tracer, keras.KerasTensor
 
 
@@ -164,7 +165,7 @@ def _no_value(tensor: TensorLike) -> None:
 
 
 def _are_properties() -> bool:
-    return all(isinstance(vars(kind)[n], property) for kind in _kinds() for n in ("shape", "dtype"))
+    return all(isinstance(vars(kind)[n], property) for kind in kinds() for n in ("shape", "dtype"))
 
 
 def _takes_shapes() -> bool:

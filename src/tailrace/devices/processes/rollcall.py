@@ -28,7 +28,7 @@ TOKEN = "TAILRACE_TOKEN"
 """The environment variable with the secret that all processes of a program share."""
 
 _RETRY_S = 0.1
-_SILENT_S = 5.0
+SILENT_S = 5.0
 """Seconds after which a silent connection is closed."""
 _MOST_BYTES = 4096
 """The most bytes of a report."""
@@ -50,7 +50,7 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
     give_up = time.monotonic() + timeout_s
     if number == 0:
         with listening_at(host, int(port)) as server:
-            _Roll(server, count, token).call(give_up, timeout_s)
+            Roll(server, count, token).call(give_up, timeout_s)
     else:
         report = {"process": number, "count": count, "token": token}
         _report(host, int(port), report, give_up, timeout_s)
@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Roll:
+class Roll:
     """Process 0's list: the processes that have reported, and connections that have not."""
 
     def __init__(self, server: socket.socket, count: int, token: str) -> None:
@@ -116,8 +116,8 @@ class _Roll:
                     if problem is not None:
                         return problem
             for connection, (_, since) in list(self._silent.items()):
-                if time.monotonic() - since > _SILENT_S:
-                    self._drop(connection)
+                if time.monotonic() - since > SILENT_S:
+                    self.drop(connection)
         return None
 
     def _accept(self) -> None:
@@ -125,7 +125,7 @@ class _Roll:
             connection, _ = self._server.accept()
             # Strangers find a port on a network; silent connections must not use up all handles.
             if len(self._silent) >= _MOST_CONNECTIONS:
-                self._drop(next(iter(self._silent)))
+                self.drop(next(iter(self._silent)))
             connection.setblocking(False)
             self._silent[connection] = (bytearray(), time.monotonic())
             self._selector.register(connection, selectors.EVENT_READ)
@@ -140,7 +140,7 @@ class _Roll:
             part = b""
         received = self._silent.get(connection)
         if received is None or not part:  # one that had reported has left: it may come again
-            self._drop(connection)
+            self.drop(connection)
             return None
         received[0].extend(part)
         # A report may arrive in parts; one without end is read up to the limit and then refused.
@@ -148,13 +148,13 @@ class _Roll:
             return None
         report = _parsed(received[0])
         if report is None or not self._is_believed(report):
-            self._drop(connection)
+            self.drop(connection)
             return None
         # Sent to that process and to all others: the roll call cannot succeed any more.
-        problem = _contradiction(report, self._here, self._count)
+        problem = contradiction(report, self._here, self._count)
         if problem is not None:
             _tell([connection], {"error": problem})
-            self._drop(connection)
+            self.drop(connection)
             return problem
         del self._silent[connection]
         self._here[report["process"]] = connection
@@ -168,7 +168,8 @@ class _Roll:
         # In constant time: how long a comparison takes would otherwise reveal the token.
         return hmac.compare_digest(token.encode(), self._token.encode())
 
-    def _drop(self, connection: socket.socket) -> None:
+    def drop(self, connection: socket.socket) -> None:
+        """Close a connection; a process that reported through it is no longer here."""
         self._selector.unregister(connection)
         self._silent.pop(connection, None)
         self._here = {n: one for n, one in self._here.items() if one is not connection}
@@ -216,7 +217,8 @@ def listening_at(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _contradiction(report: dict[str, Any], here: dict[int, Any], count: int) -> str | None:
+def contradiction(report: dict[str, Any], here: dict[int, Any], count: int) -> str | None:
+    """What is wrong with a report, beside those of others; None if nothing is."""
     number = report["process"]
     if report["count"] != count:
         return (

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.counts import check_count, member_named
+from tailrace.data.choices import member_named, member_of
+from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
@@ -40,7 +41,7 @@ class Reduction(enum.StrEnum):
     @classmethod
     def parse(cls, value: enum.Enum | str) -> Reduction:
         """The member named `value`, in upper or lower case; members of other libraries' enums too."""
-        return cls(value.name if isinstance(value, enum.Enum) else value)
+        return member_of(cls, value.name if isinstance(value, enum.Enum) else value)
 
     @classmethod
     def _missing_(cls, value: object) -> Reduction:

@@ -294,7 +294,7 @@ class Saving:
         with span("checkpoint", step=self._engine.step):
             self._writer.save(
                 self._reached,
-                lambda: self._snapshot(ended),
+                lambda: self.snapshot(ended),
                 ended=ended,
                 best=best and not ended,
             )
@@ -309,7 +309,8 @@ class Saving:
         if monitor is not None and monitor.is_due(logs) and monitor.improves(logs):
             self.save(best=True)
 
-    def _snapshot(self, ended: bool) -> Snapshot:
+    def snapshot(self, ended: bool) -> Snapshot:
+        """All that a checkpoint holds, as it is now."""
         engine, fit = self._engine, self._fit
         assert fit is not None
         arrays, keys = state_arrays(engine)
