@@ -207,7 +207,7 @@ def plan(subparsers: Subparsers) -> None:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from tailrace.data.choices import member_named
+    from tailrace.data.counts import member_named
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 

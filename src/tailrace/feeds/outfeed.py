@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.choices import member_named, member_of
+from tailrace.data.counts import member_named, member_of
 from tailrace.data.trees import Tree, TreeDef, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock

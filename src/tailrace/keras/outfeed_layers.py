@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import ShapeLike
-from tailrace.data.choices import member_named, member_of
+from tailrace.data.counts import member_named, member_of
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue

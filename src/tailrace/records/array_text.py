@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
-from tailrace.data.choices import member_named, member_of
+from tailrace.data.counts import member_named, member_of
 from tailrace.errors import OptionError
 
 _ELLIPSIS = "..."

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from tailrace.data.choices import member_named, member_of
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, member_named, member_of
 from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.choices import member_named
+from tailrace.data.counts import member_named
 from tailrace.errors import OptionError, PlanError, ProgramError
 from tailrace.keras.data.batch_counts import Counts, counted
 from tailrace.keras.optimizers.wrappers import accumulation_of

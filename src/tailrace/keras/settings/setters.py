@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
-from tailrace.data.choices import member_named
+from tailrace.data.counts import member_named
 from tailrace.errors import OptionError
 from tailrace.keras.settings.options import MetricReduction, Options, Settings, positive
 from tailrace.messages import note_once

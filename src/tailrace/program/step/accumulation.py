@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.choices import member_named, member_of
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, member_named, member_of
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
