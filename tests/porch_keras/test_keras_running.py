@@ -324,7 +324,7 @@ def test_metrics_of_replicas(method):
     each = [errors[:8].mean(), errors[8:16].mean()]
     wanted = {"NONE": each[1], "LIST": each, "SUM": sum(each), "MEAN": sum(each) / 2}[method]
     assert_close(np.float32(loss[0]), np.float32(wanted))
-    with pytest.raises(ValueError, match="as a ReplicatedMetricReductionMethod"):
+    with pytest.raises(ValueError, match="'mean'. Received: 'median'"):
         model.set_replication_options("median")
 
 
