@@ -114,6 +114,10 @@ def _loss(params, x):
 X = np.ones((16, 2), np.float32)
 
 
+def _sum(params, x):
+    return ((x - params["a"]) ** 2).mean()
+
+
 def _stage(params, x):
     return x * params
 
@@ -463,7 +467,60 @@ def make_options(folder: Path) -> Files:
     return Files(folder, read)
 
 
-LOADED = {"runs": make_run, "plans": make_plans, "saves": make_saves, "options": make_options}
+def make_checkpoints(folder: Path) -> Files:
+    """A checkpoint with an optimizer's state, a key and a history in a file of its own."""
+    from tailrace.trainer.checkpoints import file_list, long_arrays
+
+    def made() -> Any:
+        return _trainer(
+            optimizer=optax.sgd(0.1, 0.9), params={"a": np.float32([0, 1])}, loss_fn=_sum
+        )
+
+    trainer, fresh, long = made(), made(), long_arrays.LONG
+    long_arrays.LONG = 16
+    try:
+        trainer.fit(tr.batches(X, 2), steps=8, progress=False)
+        trainer.save(folder)
+    finally:
+        long_arrays.LONG = long
+
+    def read(where: Path) -> None:
+        try:
+            fresh.restore(where)
+        except tr.TailraceError:
+            # The list of files finds nearly everything. Who plants a checkpoint leaves it out.
+            listed = where / file_list.FILE
+            if not listed.exists():
+                raise
+            content = listed.read_bytes()
+            listed.unlink()
+            try:
+                fresh.restore(where)
+            finally:
+                listed.write_bytes(content)
+            raise
+
+    return Files(folder, read)
+
+
+def make_bundles(folder: Path) -> Files:
+    """The bundle of a step that was not finite."""
+    guard = tr.stop_on_nonfinite("loss", bundle=folder)
+    data = [X, X * np.nan]
+    with contextlib.suppress(tr.TailraceError):
+        _trainer(observe=[guard], params=np.ones(2, np.float32)).fit(data, progress=False)
+    fresh = _trainer(params=np.ones(2, np.float32))
+    return Files(folder, lambda where: fresh.replay_bundle(where, X))
+
+
+LOADED = {
+    "runs": make_run,
+    "checkpoints": make_checkpoints,
+    "bundles": make_bundles,
+    "plans": make_plans,
+    "saves": make_saves,
+    "options": make_options,
+}
 """Load paths: what writes the files, and reads them."""
 
 
