@@ -10,8 +10,6 @@ what is in use; in brackets with what the allocator keeps of what was freed.
 """
 
 import argparse
-import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -27,6 +25,7 @@ import numpy as np
 import optax
 
 import tailrace as tr
+from tailrace.trainer.checkpoints.freed_memory import give_back
 
 TENTHS = 10
 ALLOWED = 1.02
@@ -42,8 +41,7 @@ def resident() -> tuple[int, int]:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = now()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back()
     return before, now()
 
 
