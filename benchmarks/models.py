@@ -4,7 +4,8 @@
     python -m benchmarks.models --only convnet,lstm
 
 A multilayer perceptron (784-320-100-10), a convnet with pooling (28x28), residual blocks (as ResNet-18,
-a quarter as wide on a CPU), an LSTM, a GPT; the convnet with BatchNorm in Keras, ResNet-18 in PyTorch.
+a quarter as wide on a CPU), an LSTM, a GPT; the convnet with BatchNorm in Keras, ResNet-18
+and a GPT in PyTorch.
 On a CPU they are small, on a GPU large: batches of 3 MB from the host's memory for the perceptron,
 GPT-2 small in bfloat16 with cuDNN attention.
 """
@@ -26,7 +27,7 @@ from jax import lax
 import tailrace as tr
 from benchmarks import report
 from benchmarks.lengths import gpt_model, gpt_tokens
-from benchmarks.models_peers import keras_convnet, torch_resnet
+from benchmarks.models_peers import keras_convnet, torch_gpt, torch_resnet
 from benchmarks.report import Contender
 
 RATE = 0.01
@@ -252,7 +253,7 @@ def contest(
     return dict(zip((c.name for c in contenders), (steps, scanned, steps), strict=True)), contenders
 
 
-PEERS = (keras_convnet, torch_resnet)
+PEERS = (keras_convnet, torch_resnet, torch_gpt)
 
 MODELS = {
     "784-320-100-10": perceptron,
@@ -262,6 +263,7 @@ MODELS = {
     "gpt": gpt,
     "keras convnet": keras_convnet,
     "torch resnet-18": torch_resnet,
+    "torch gpt": torch_gpt,
 }
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,12 +42,8 @@ def keras_convnet(steps: int) -> tuple[dict[str, int], list[Contender]]:
 def torch_resnet(steps: int) -> tuple[dict[str, int], list[Contender]]:
     """ResNet-18 for 32x32 images: eager PyTorch, torch.compile on a GPU, and `tt`."""
     if not importlib.util.find_spec("torch"):
-        return {"(PyTorch is not installed)": 1}, [
-            Contender("(PyTorch is not installed)", lambda: None)
-        ]
+        return nothing()
     import torch
-
-    import tailrace.torch as tt
 
     large = jax.devices()[0].platform != "cpu"
     device, batch = ("cuda", 128) if large and torch.cuda.is_available() else ("cpu", 16)
@@ -55,18 +51,60 @@ def torch_resnet(steps: int) -> tuple[dict[str, int], list[Contender]]:
     rng = np.random.default_rng(0)
     images = torch.tensor(rng.normal(size=(steps * batch, 3, 32, 32)).astype(np.float32))
     labels = torch.tensor(rng.integers(0, 10, steps * batch))
+    task = Task(residual_network, images, labels, batch, torch.optim.SGD, RATE)
+    return against_torch(task, steps, device)
+
+
+def torch_gpt(steps: int) -> tuple[dict[str, int], list[Contender]]:
+    """GPT-2 small under bfloat16 autocast: eager PyTorch, torch.compile on a GPU, and `tt`."""
+    if not importlib.util.find_spec("torch"):
+        return nothing()
+    import torch
+
+    large = jax.devices()[0].platform != "cpu"
+    device, batch = ("cuda", 8) if large and torch.cuda.is_available() else ("cpu", 2)
+    layers, width, length = (12, 768, 1024) if large else (2, 128, 64)
+    tokens = np.random.default_rng(0).integers(0, 50304, (steps * batch, length + 1))
+    rows = torch.tensor(tokens)
+    make = lambda: language_model(layers, width, length, device)  # noqa: E731
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return against_torch(Task(make, inputs, targets, batch, torch.optim.AdamW, 1e-4), steps, device)
+
+
+class Task(NamedTuple):
+    """A module that takes inputs and targets and returns the loss last, and what it learns from."""
+
+    module: Callable[[], Any]
+    inputs: Any
+    targets: Any
+    batch: int
+    optimizer: Any
+    rate: float
+
+
+def nothing() -> tuple[dict[str, int], list[Contender]]:
+    """The contest where PyTorch is missing."""
+    name = "(PyTorch is not installed)"
+    return {name: 1}, [Contender(name, lambda: None)]
+
+
+def against_torch(task: Task, steps: int, device: str) -> tuple[dict[str, int], list[Contender]]:
+    """A training by eager PyTorch, by torch.compile on a GPU, and by `tt`."""
+    import torch
+
+    import tailrace.torch as tt
 
     def by_torch(compiled: bool) -> Callable[[], Any]:
-        model: Any = residual_network().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        model: Any = task.module().to(device)
+        optimizer = task.optimizer(model.parameters(), task.rate)
         model = torch.compile(model) if compiled else model
 
         def run() -> Any:
             losses = []
             for i in range(steps):
-                rows = slice(i * batch, (i + 1) * batch)
+                rows = slice(i * task.batch, (i + 1) * task.batch)
                 optimizer.zero_grad()
-                loss = model(images[rows].to(device), labels[rows].to(device))[1]
+                loss = model(task.inputs[rows].to(device), task.targets[rows].to(device))[-1]
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())
@@ -74,17 +112,13 @@ def torch_resnet(steps: int) -> tuple[dict[str, int], list[Contender]]:
 
         return run
 
-    module = residual_network()
-    ours = tt.training_model(
-        module,
-        torch.optim.SGD(module.parameters(), RATE),
-        device_iterations=steps,
-        output_mode="all",
-    )
+    module = task.module()
+    optimizer = task.optimizer(module.parameters(), task.rate)
+    ours = tt.training_model(module, optimizer, device_iterations=steps, output_mode="all")
     contenders = [Contender("eager PyTorch", by_torch(False))]
     if device == "cuda":
         contenders.append(Contender("torch.compile", by_torch(True)))
-    contenders.append(Contender("tt.training_model", lambda: ours(images, labels)))
+    contenders.append(Contender("tt.training_model", lambda: ours(task.inputs, task.targets)))
     return {c.name: steps for c in contenders}, contenders
 
 
@@ -122,6 +156,47 @@ def residual_network() -> Any:
         def forward(self, x: Any, labels: Any) -> Any:
             x = self.out(self.blocks(torch.relu(self.stem(x))).mean((2, 3)))
             return x, functional.cross_entropy(x, labels)
+
+    torch.manual_seed(0)
+    return Network()
+
+
+def language_model(layers: int, width: int, length: int, device: str) -> Any:
+    """GPT-2: blocks of attention and perceptron, each after a LayerNorm; one table for both ends."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            rows, length, _ = x.shape
+            parts = self.qkv(self.norms[0](x)).view(rows, length, 3, -1, 64).unbind(2)
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
+            return x + self.down(functional.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(50304, width), nn.Embedding(length, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+            self.norm = nn.LayerNorm(width)
+            for table in (self.tokens, self.places):
+                nn.init.normal_(table.weight, std=0.02)
+
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            with torch.autocast(device, torch.bfloat16):
+                x = self.tokens(tokens) + self.places.weight
+                logits = functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return (loss,)
 
     torch.manual_seed(0)
     return Network()

@@ -1,5 +1,7 @@
 """Fingerprints: equal to NumPy's, whatever holds the state, and without a trace in the training."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,30 @@ def test_every_bit_name_and_place_counts():
 def test_large_sums_carry_into_the_high_word():
     value = np.random.default_rng(2).integers(0, 2**32, 100_000, dtype=np.uint32)
     assert int(joined(digest(jnp.asarray(value), "w"))) == host_digest(value, "w")
+
+
+def test_changes_do_not_cancel():
+    """Bits of equal weight flipped at two or three places, values exchanged, shifted, negated."""
+    value = np.random.default_rng(4).normal(size=64).astype(np.float32)
+    seen, tried = {host_digest(value, "w")}, 1
+    for bit in (0, 22, 23, 31):
+        for places in [
+            *itertools.combinations(range(24), 2),
+            *((i, i + 8, i + 16) for i in range(24)),
+        ]:
+            other = value.view(np.uint32).copy()
+            other[list(places)] ^= np.uint32(1 << bit)
+            seen.add(host_digest(other.view(np.float32), "w"))
+            tried += 1
+    for first, second in itertools.combinations(range(64), 2):
+        other = value.copy()
+        other[[first, second]] = value[[second, first]]
+        seen.add(host_digest(other, "w"))
+        tried += 1
+    for other in (np.roll(value, 1), -value, np.zeros(64, np.float32), np.zeros(63, np.float32)):
+        seen.add(host_digest(other, "w"))
+        tried += 1
+    assert len(seen) == tried
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +248,11 @@ def test_many_tensors_have_the_digests_of_each():
     shapes = [(3,), (), (0, 4), (40, 50), (5, 3), (130, 130), (7,), (2000,), (2100,)]
     values = [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
     values += [jnp.asarray(rng.normal(size=9), jnp.bfloat16), jnp.arange(9)]
+    # More of one size than share a kernel, of other dtypes and shapes, and one with padding.
+    large = [(np.float32, (130, 130))] * 13 + [(jnp.bfloat16, (16900,)), (np.float32, (65, 260))]
+    values += [jnp.asarray(rng.normal(size=shape), dtype) for dtype, shape in large]
     names = [f"leaf/{number}" for number in range(len(values))]
-    sizes = [None] * 6 + [5, 1999, None, None, None]
+    sizes = [None] * 6 + [5, 1999, None, None, None] + [None] * 14 + [16890]
     found = joined(jax.jit(lambda v: digest_many(v, names, sizes))(values))
     for value, name, size, one in zip(values, names, sizes, found, strict=True):
         assert int(one) == host_digest(np.asarray(value).reshape(-1)[:size], name), name
