@@ -29,7 +29,7 @@ def hook(kind: type, name: str, around: Callable[..., Any]) -> Callable[..., Any
     plain = vars(owner)[name]
 
     @functools.wraps(plain)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def hooked(self: object, *args: Any, **kwargs: Any) -> Any:
         return around(plain, self, *args, **kwargs)
 
     hooked.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]

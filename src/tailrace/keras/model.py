@@ -37,6 +37,7 @@ from tailrace.keras.programs.call_pacing import (
     resident_rows,
 )
 from tailrace.keras.programs.callback_hooks import callback_spans
+from tailrace.keras.programs.executions import Executions
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -224,7 +225,9 @@ class Adopted(Setters, Assigning, LookingBack):
         copy_batches(call, "x", "validation_data")
         return pacing
 
-    def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
+    def _keeping_of(
+        self, checkpoint: Checkpoint | str | os.PathLike[str] | None, call: dict[str, Any]
+    ) -> Keeping | None:
         """The checkpoints of a fit: as given, or as its BackupAndRestore requests."""
         if checkpoint is None:
             per_step = self.settings.microbatches * self.settings.replicas
@@ -319,6 +322,7 @@ class Adopted(Setters, Assigning, LookingBack):
         if settings.seen is None:
             return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
         layout = settings.layout
+        assert layout is not None
         # Keras also scales the loss, by values that do not matter: that result is unused.
         unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
         zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
@@ -387,7 +391,7 @@ class Adopted(Setters, Assigning, LookingBack):
         setattr(model, name, _Function(self, mode, program))
         return getattr(model, name)
 
-    def run(self, mode: str, program: Any, state: Tree, iterator: Iterator[Any]) -> Any:
+    def run(self, mode: str, program: Executions, state: Tree, iterator: Iterator[Any]) -> Any:
         """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
@@ -433,7 +437,7 @@ class Adopted(Setters, Assigning, LookingBack):
 class _Function:
     """The function that Keras' trainer calls for one execution."""
 
-    def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
+    def __init__(self, adopted: Adopted, mode: str, program: Executions) -> None:
         self._adopted, self._mode, self._program = adopted, mode, program
 
     def __call__(self, state: Tree, iterator: Iterator[Any]) -> Any:

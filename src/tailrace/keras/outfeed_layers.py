@@ -351,7 +351,9 @@ class OutfeedCallback(keras.callbacks.Callback):
     No data enqueued
     """
 
-    def __init__(self, outfeed_queue: Any, name: str = "OutfeedCallback") -> None:
+    def __init__(
+        self, outfeed_queue: native.MaybeOutfeedQueue | OutfeedQueue, name: str = "OutfeedCallback"
+    ) -> None:
         super().__init__()
         self._queue, self.name = outfeed_queue, name
 
@@ -362,9 +364,7 @@ class OutfeedCallback(keras.callbacks.Callback):
     def _dequeued(self) -> Any:
         if isinstance(self._queue, native.MaybeOutfeedQueue):
             return self._queue.maybe_dequeue()
-        if hasattr(self._queue, "enqueued") and not self._queue.enqueued:
-            return None
-        if not len(self._queue):
+        if not getattr(self._queue, "enqueued", True) or not len(self._queue):
             return None
         found = self._queue.dequeue()
         return found if isinstance(found, dict) else dict(enumerate(jax.tree.leaves(found)))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.array_trees import not_an_array
@@ -21,7 +21,7 @@ from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision
 from tailrace.program.step.update_rule import Optimizer
-from tailrace.taps.tap import StopOnNonfinite
+from tailrace.taps.tap import AnyTap, StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.modules.recognition import without_values
 from tailrace.trainer.observation.monitoring import Monitor
@@ -65,7 +65,10 @@ def check_fingerprint(fingerprint: object) -> bool:
 
 
 def check_numbers(
-    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Tree
+    loss_scale: LossScale | float | str | None,
+    precision: DTypeLike,
+    taps: Sequence[AnyTap],
+    params: Tree,
 ) -> tuple[LossScale | None, Precision | None]:
     """Parse the loss scale and the precision."""
     scale, precision = LossScale.of(loss_scale), Precision.of(precision)

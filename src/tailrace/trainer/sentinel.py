@@ -87,7 +87,7 @@ class Sentinel:
         self.injected: Callable[[LoopState], None] | None = None
         """Called between the checks of a state and its use: where tests flip bits."""
 
-    def expects(self, words: Any) -> None:
+    def expects(self, words: jax.Array | None) -> None:
         """The digests that the next execution must find; None where the state is set from outside."""
         self._after = words
 
@@ -160,7 +160,11 @@ class Sentinel:
     # -- comparing ------------------------------------------------------------------------------
 
     def check(
-        self, ticket: Ticket, marks: Mapping[str, int], losses: np.ndarray, others: Any
+        self,
+        ticket: Ticket,
+        marks: Mapping[str, int],
+        losses: np.ndarray,
+        others: np.ndarray | None,
     ) -> None:
         """Raise if the state changed at rest, or if two runs of an execution differ.
 
@@ -168,7 +172,7 @@ class Sentinel:
             ticket: the execution.
             marks: its fingerprints.
             losses: its losses.
-            others: the losses of the second run.
+            others: the losses of the second run; None if there was none.
         """
         watch, first = ticket.watch, ticket.first_step
         if watch.expected is not None:
@@ -177,7 +181,7 @@ class Sentinel:
             )
             if names := [name for name, before, now in pairs if before != now]:
                 raise _corrupted(first, names, f"between executions, before step {first}")
-        if watch.emitted is None:
+        if watch.emitted is None or others is None:
             return
         second = dataclasses.replace(ticket, emitted=watch.emitted, digests=watch.digests)
         found = self.digests.of(second, others)[0]

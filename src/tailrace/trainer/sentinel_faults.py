@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ class Faults:
         """Whether the fault that was armed has happened."""
         return self._armed is None
 
-    def _port(self, name: str, value: Any, step: Any) -> Any:
+    def _port(self, name: str, value: jax.Array, step: jax.Array) -> jax.Array:
         word = _WORDS[value.dtype.itemsize]
         form = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.uint32))
         index, mask = jax.pure_callback(functools.partial(self._asked, name), form, step)
@@ -79,7 +78,7 @@ class Faults:
         bits = bits.at[index].set(bits[index] ^ mask.astype(word))
         return lax.bitcast_convert_type(bits.reshape(value.shape), value.dtype)
 
-    def _asked(self, name: str, step: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _asked(self, name: str, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         fault, mask, index = self._armed, 0, 0
         if fault is not None and (fault.name, fault.step) == (name, int(step)):
             # Disarmed by its first use: the second run of the same execution must be without it.

@@ -22,7 +22,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
-from tailrace.profiling.timeline.trace import as_trace
+from tailrace.profiling.timeline.trace import Trace, as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -327,7 +327,7 @@ class Trainer(Measuring, LookingBack):
         progress: bool | None = None,
         timeout_s: float | None = None,
         inputs: Sequence[Any] | None = None,
-        trace: Any = None,
+        trace: Trace | str | os.PathLike[str] | None = None,
     ) -> History:
         """Train.
 

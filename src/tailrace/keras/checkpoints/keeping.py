@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from tailrace.devices.processes import distributed
@@ -22,6 +23,8 @@ from tailrace.keras.checkpoints.callback_states import with_arrays, without_arra
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
 from tailrace.keras.data.batch_counts import read_once
 from tailrace.keras.programs.executions import Resumed
+from tailrace.keras.programs.steps import Stepping
+from tailrace.keras.programs.train import Training
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
@@ -44,6 +47,9 @@ LOOKED_AT = 4
 
 KIND = "keras"
 """The entry of the note that identifies checkpoints of Keras models."""
+
+TrainingProgram = Training | Stepping
+"""A program that trains, by the engine's step or by Keras'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +95,16 @@ class Keeping:
         number: int,
         at_epochs: bool = False,
         removed: bool = False,
-        backup: Any = None,
+        backup: keras.callbacks.BackupAndRestore | None = None,
     ) -> None:
         self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
-        self._run_end: Any = None
+        self._run_end: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray] = {}
-        self._program: Any = None
+        self._trained_by: TrainingProgram | None = None
         self._first_step = 0
         self._form: FitForm | None = None
 
@@ -187,7 +193,7 @@ class Keeping:
             if now != then:
                 raise self._another(what, then, now)
 
-    def _another(self, what: str, then: Any, now: Any) -> CheckpointError:
+    def _another(self, what: str, then: object, now: object) -> CheckpointError:
         return CheckpointError(
             f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to another "
             f"training: {what}: {then!r} there, {now!r} here. Use what it was saved with, or another "
@@ -235,9 +241,14 @@ class Keeping:
             return []
         return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
 
-    def begin(self, program: Any, model: Any) -> None:
+    @property
+    def _program(self) -> TrainingProgram:
+        assert self._trained_by is not None
+        return self._trained_by
+
+    def begin(self, program: TrainingProgram, model: keras.Model) -> None:
         """Restore the state, once Keras has built the model."""
-        self._program = program
+        self._trained_by = program
         self._first_step = program.steps
         # The counts are per fit, and the program is kept from fit to fit.
         program.begun = program.taken = 0
@@ -257,11 +268,12 @@ class Keeping:
         program.take_up(found["step"], history, self._run_end)
         set_random_state(found["random"])
         # In place: callbacks and Keras hold this History object already.
-        model.history.epoch = list(found["history"]["epoch"])
-        model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
+        shown: Any = model.history
+        shown.epoch = list(found["history"]["epoch"])
+        shown.history = {name: list(v) for name, v in found["history"]["logs"].items()}
         self._writer.started_at(found["step"])
 
-    def put_values(self, program: Any, of_replicas: bool = False) -> None:
+    def put_values(self, program: TrainingProgram, of_replicas: bool = False) -> None:
         """Restore the values of the variables.
 
         Variables are identified by their order: Keras numbers the names of layers as they are created.
@@ -326,7 +338,7 @@ class Keeping:
 
     def save(
         self,
-        model: Any,
+        model: keras.Model,
         position: Mapping[str, Any],
         callbacks: list[Any],
         *,
@@ -358,7 +370,7 @@ class Keeping:
             self._writer.wait(last=True)
 
     def _snapshot(
-        self, model: Any, position: Mapping[str, Any], callbacks: list[Any], ended: bool
+        self, model: keras.Model, position: Mapping[str, Any], callbacks: list[Any], ended: bool
     ) -> Snapshot:
         program, form = self._program, self._form
         assert form is not None

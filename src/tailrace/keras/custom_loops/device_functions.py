@@ -83,7 +83,7 @@ class DatasetIterator:
     dtype('float32')
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.infeed = InfeedQueue(dataset)
 
     def __iter__(self) -> DatasetIterator:
@@ -272,7 +272,7 @@ class DeviceFunctions:
 
 
 def _program(call: Callable[[Any], Any], variables: list[Any]) -> Callable[..., Any]:
-    def device_function(values: Tree, arrays: Any) -> Any:
+    def device_function(values: Tree, arrays: Tree) -> Any:
         running = Running(variables)
         token = _running.set(running)
         try:

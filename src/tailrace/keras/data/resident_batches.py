@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
-from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
+from tailrace.keras.data.resident_arrays import BatchRows, RowNumbers, Rows, numbers_of
 from tailrace.spans.span import span
 
 
@@ -37,7 +37,7 @@ class ResidentBatches:
         self.iterator = iterator
         self._shape, self._forms, self._rows = shape, forms, rows
         self._epoch = rows.epoch()
-        self._held: Any = None
+        self._held: BatchRows | None = None
 
     def bytes_per_batch(self) -> int:
         """The size of a batch."""
@@ -87,8 +87,8 @@ class ResidentBatches:
     def close(self) -> None:
         """Do nothing: there is no thread."""
 
-    def _next_of_one_size(self, count: int) -> list[Any]:
-        taken: list[Any] = []
+    def _next_of_one_size(self, count: int) -> list[BatchRows]:
+        taken: list[BatchRows] = []
         while len(taken) < count:
             rows, self._held = self._held, None
             rows = next(self._epoch, None) if rows is None else rows
@@ -100,7 +100,7 @@ class ResidentBatches:
             taken.append(rows)
         return taken
 
-    def _form(self, rows: Any) -> Form:
+    def _form(self, rows: BatchRows) -> Form:
         leaves, structure = jax.tree.flatten(self._rows.data)
         key = (structure, _size(rows), *[(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key not in self._forms:
@@ -113,5 +113,5 @@ class ResidentBatches:
         return [(leaves[n], spec) for n, spec in zip(form.order, form.spec.leaves, strict=True)]
 
 
-def _size(rows: Any) -> int:
+def _size(rows: BatchRows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

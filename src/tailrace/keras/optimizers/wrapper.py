@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -103,7 +103,7 @@ class Wrapper(keras.optimizers.Optimizer):
         """The variables of the wrapped optimizer."""
         return self.inner_optimizer.variables
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Iterable[keras.Variable]) -> None:
         """Build the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
@@ -124,7 +124,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def apply(self, grads: Tree, trainable_variables: Tree = None) -> None:
         """One update of the variables themselves, outside of a program."""
-        variables = None if trainable_variables is None else list(trainable_variables)
+        variables: Any = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
             self.build(variables)
         if variables is None:

@@ -22,6 +22,9 @@ from tailrace.keras.pipelines.masks import with_mask
 Tensor = tuple[str, int, int]
 """A tensor: the path of the layer that makes it, which of its calls, which of its outputs."""
 
+Stages = list[Any]
+"""The stage of each layer call: a number, or a list of such for a model inside."""
+
 
 @dataclasses.dataclass(eq=False)
 class Call:
@@ -213,7 +216,7 @@ def _in_order(
     return list(ordered)
 
 
-def _structure(described: Any, path: str) -> Any:
+def _structure(described: Tree, path: str) -> Any:
     """A structure of `[name, node, output]` triples, each as one leaf."""
     if isinstance(described, dict):
         return {name: _structure(part, path) for name, part in described.items()}
@@ -315,7 +318,7 @@ class _scopes:
             scope.__exit__(*error)
 
 
-def takes_training(operation: Any) -> bool:
+def takes_training(operation: object) -> bool:
     """Whether a layer wants to know if it is training."""
     call = getattr(operation, "call", None)
     return call is not None and "training" in inspect.signature(call).parameters

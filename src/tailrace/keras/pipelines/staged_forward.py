@@ -17,16 +17,16 @@ import keras
 from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
+from tailrace.keras.pipelines.graph import Call, Flow, Stages, Tensor, flow_of, run_flow
 from tailrace.keras.pipelines.masks import masked_boundary
 from tailrace.keras.pipelines.stage_scope import MADE, current_stage, following, in_scope
 
 
-def by_call(flow: Flow, stages: Any) -> dict[int, int]:
+def by_call(flow: Flow, stages: Stages) -> dict[int, int]:
     """The stage of each call, by its identity; operations follow their inputs."""
     found: dict[int, int] = {}
 
-    def walk(part: Flow, given: Any) -> None:
+    def walk(part: Flow, given: Stages) -> None:
         for one, stage in zip(part.tree, given, strict=True):
             if isinstance(one, Flow):
                 walk(one, stage if isinstance(stage, list) else [stage] * len(one.tree))
@@ -60,7 +60,7 @@ def check_order(flow: Flow, stages: dict[int, int]) -> None:
 class StagedFlow:
     """The forward pass of a Sequential or Functional model, stage by stage."""
 
-    def __init__(self, model: keras.Model, stages: Any) -> None:
+    def __init__(self, model: keras.Model, stages: Stages) -> None:
         self._model, self._flow = model, flow_of(model)
         self._stages = by_call(self._flow, stages)
         check_order(self._flow, self._stages)
@@ -238,7 +238,7 @@ def _follow(model: keras.Model, shape: ShapeLike) -> Opened:
     return calls.found
 
 
-def _is_built(layer: Any) -> bool:
+def _is_built(layer: keras.layers.Layer) -> bool:
     return layer.built and all(_is_built(one) for one in getattr(layer, "layers", ()))
 
 

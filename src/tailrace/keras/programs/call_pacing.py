@@ -20,9 +20,9 @@ from tailrace.keras.settings.options import Settings
 class Watch(keras.callbacks.Callback):
     """Tells the program when an epoch begins."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, pacing: Pacing) -> None:
         super().__init__()
-        self._pacing = program
+        self._pacing = pacing
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Count the batches of this epoch."""

@@ -17,7 +17,7 @@ HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith(
 
 
 @contextlib.contextmanager
-def callback_spans(callbacks: Any) -> Iterator[None]:
+def callback_spans(callbacks: object) -> Iterator[None]:
     """A context in which each hook of these callbacks is a span, if a trace is open."""
     if not callbacks or not is_traced():
         yield

@@ -103,6 +103,14 @@ class Executions(ABC):
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run a block; returns an array that is ready afterwards, and its results."""
 
+    @abstractmethod
+    def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """Run one execution from Keras' state; returns logs or outputs, and the next state."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Write the values to the variables."""
+
     def element(self, batch: Tree) -> Any:
         """The element of a batch."""
         return as_element(batch)
@@ -193,7 +201,7 @@ class Executions(ABC):
         buffers.trim()
 
     def step_logs(
-        self, result: Any, steps: int, step: int, replica: int | None = None
+        self, result: Tree, steps: int, step: int, replica: int | None = None
     ) -> dict[str, Any]:
         """The logs of one step of a dispatch: its metrics, or those of one replica."""
         del steps

@@ -205,7 +205,7 @@ class Looping(Executions, ABC):
         """The step as a pipeline, each stage on its device."""
         assert self._pipeline is not None
 
-        def compute(read: Tree, carried: Tree, element: Tree, _: Any) -> Any:
+        def compute(read: Tree, carried: Tree, element: Tree, _: object) -> Any:
             with settings_of(self.model).in_stages():
                 return self._advanced(carried, element, read)
 
@@ -278,21 +278,14 @@ class Stepping(Measuring):
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
-        settings = settings_of(model)
         self._check_optimizer()
-        for what, wrong in (
-            ("replicas", settings.replicas > 1),
-            ("gradient accumulation by Tailrace", settings.microbatches > 1),
-            ("a pipeline", settings.is_pipelined),
-            ("observe=", bool(settings.observe)),
-            ("run_dir=", settings.run_dir is not None),
-        ):
-            if wrong:
-                raise ProgramError(
-                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be "
-                    f"separated, so it does not go with {what}. Override `compute_loss`, or leave "
-                    f"{what} out."
-                )
+        wrong = settings_of(model).for_engine()
+        if wrong:
+            raise ProgramError(
+                f"{self._why()} it runs in a loop on the device, but its gradients cannot be "
+                f"separated, so it does not go with {wrong[0]}. Override `compute_loss`, or leave "
+                f"{wrong[0]} out."
+            )
 
     def _why(self) -> str:
         """Why Keras' step runs, and not the engine's."""
@@ -353,7 +346,7 @@ class Stepping(Measuring):
             variable.assign(jnp.asarray(value))
         self._active = self._start = None
 
-    def take_up(self, step: int, history: History, run_end: Any) -> None:
+    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
         """Resume at this step."""
         del history, run_end
         self._step = step
@@ -385,7 +378,7 @@ class Predicting(Looping):
         return outputs, (state[0], others)
 
     def step_logs(
-        self, result: Any, steps: int, step: int, replica: int | None = None
+        self, result: Tree, steps: int, step: int, replica: int | None = None
     ) -> dict[str, Any]:
         """The logs of a step: its outputs, or those of one replica."""
 

@@ -185,7 +185,7 @@ class Training(Executions):
                 self._own[number] = value
         self._handed, self._dirty = [], False
 
-    def take_up(self, step: int, history: History, run_end: Any) -> None:
+    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
         """Resume at this step, with the history and the run directory of the earlier fit."""
         self._step, self._began = step, True
         if self.engine is not None:

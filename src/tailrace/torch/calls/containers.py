@@ -18,11 +18,11 @@ from typing import Any, Protocol
 class CustomContainer(Protocol):
     """How a user's type is flattened and rebuilt."""
 
-    def yield_tensors(self, struct: Any) -> Iterator[Any]:
+    def yield_tensors(self, struct: object) -> Iterator[Any]:
         """The tensors in `struct`, always in the same order."""
         ...
 
-    def reconstruct(self, original: Any, tensors: Iterator[Any]) -> Any:
+    def reconstruct(self, original: object, tensors: Iterator[Any]) -> Any:
         """A struct like `original` with these tensors in it."""
         ...
 

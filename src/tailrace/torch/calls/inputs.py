@@ -277,8 +277,8 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _same_constant(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
+def _same_constant(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(
             one, other, equal_nan=one.dtype.kind in "fc"
         )

@@ -215,10 +215,10 @@ class FollowingModel(Model):
             optimizer.register_step_pre_hook(_note_step),
         )
 
-    def _before_state_dict(self, _: Any) -> None:
+    def _before_state_dict(self, _: object) -> None:
         self.copy_weights_to_host_if_needed()
 
-    def _after_load_state_dict(self, _: Any) -> None:
+    def _after_load_state_dict(self, _: object) -> None:
         self._reloaded = True
         note_what_is_lacking(self.module)
 

@@ -25,7 +25,7 @@ class Sharing:
         tensors: parameters and buffers by name, at the time the model joined.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: object) -> None:
         self._owner = weakref.ref(owner)
         self.tensors: dict[str, torch.Tensor] = {}
         self._others: list[tuple[Any, frozenset[str]]] = []

@@ -83,7 +83,7 @@ class StagedInferenceProgram(InferenceProgram):
             Placement(options.replicas),
         )
 
-    def _compute(self, params: Tree, buffers: Tree, element: Tree, _: Any) -> Any:
+    def _compute(self, params: Tree, buffers: Tree, element: Tree, _: object) -> Any:
         self.found.clear()
         given = (self._named("param", params), self._named("buffer", buffers))
         after = self._forward_pass(*given, self._named("input", element))

@@ -55,6 +55,36 @@ def _scaled_tangent(primals: Tree, tangents: Tree) -> Any:
     return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
 
 
+def _loss_of(
+    forward: Forward, optimizer: DeviceOptimizer, frozen: frozenset[str]
+) -> Callable[[Tree, Tree, Tree], Any]:
+    """The loss function of the engine, with the optimizer's loss scaling."""
+
+    def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
+        # The factor is a parameter of the engine, because a loss sees parameters and no optimizer
+        # state.
+        scaling: Any = optimizer.loss_scaling
+        if optimizer.automatic:
+            scaling = scaling * params[FACTOR]
+        # Frozen parameters stay parameters of the engine: thawing one does not move it to another
+        # tree.
+        held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
+        held.pop(FACTOR, None)
+        # The loss is multiplied and each gradient divided by rules of differentiation alone: the
+        # values of the forward pass are those without scaling.
+        if optimizer.scaled:
+            held = {
+                name: value if optimizer.keeps_scale(value) else _scale_gradient(value, 1 / scaling)
+                for name, value in held.items()
+            }
+        loss, after = forward(held, state, element)
+        # `backward()` of a loss with several entries is that of their sum.
+        loss = loss.sum() if loss.ndim else loss
+        return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
+
+    return loss_fn
+
+
 class TrainingProgram:
     """An engine whose executions are calls."""
 
@@ -71,29 +101,7 @@ class TrainingProgram:
         step: int = 0,
     ) -> None:
         self.options, self._automatic = options, optimizer.automatic
-
-        def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
-            # The factor is a parameter of the engine, because a loss sees parameters and no optimizer
-            # state.
-            scaling: Any = optimizer.loss_scaling
-            if optimizer.automatic:
-                scaling = scaling * params[FACTOR]
-            # Frozen parameters stay parameters of the engine: thawing one does not move it to
-            # another tree.
-            held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
-            held.pop(FACTOR, None)
-            if optimizer.scaled:
-                held = {
-                    name: value
-                    if optimizer.keeps_scale(value)
-                    else _scale_gradient(value, 1 / scaling)
-                    for name, value in held.items()
-                }
-            loss, after = forward(held, state, element)
-            # `backward()` of a loss with several entries is that of their sum.
-            loss = loss.sum() if loss.ndim else loss
-            return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
-
+        loss_fn = _loss_of(forward, optimizer, frozen)
         accumulation = options.accumulation
         if optimizer.accum_type is not None:
             accumulation = dataclasses.replace(accumulation, dtype=optimizer.accum_type)  # type: ignore[type-var]

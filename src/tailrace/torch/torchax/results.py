@@ -182,7 +182,9 @@ def with_numbers_stored(
     return args, named
 
 
-def check_cast(plain: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_cast(
+    plain: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Refuse an operation in place whose result has another kind of numbers, such as `x += 0.5` for
     integers; PyTorch does, and a cast would lose digits silently.
 

@@ -69,7 +69,7 @@ def custom_functions(
     """
     before = vars(_BASE).get("apply")
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         traced = current_watch() is watch and any(map(is_traced, args)) and not kwargs
         # Its backward runs PyTorch's autograd, which has recorded nothing here.
         if cls is checkpoint.CheckpointFunction and current_watch() is watch:
@@ -97,7 +97,7 @@ class _Call:
     def __init__(
         self,
         watch: Watch,
-        cls: Any,
+        cls: type[torch.autograd.Function],
         args: tuple[Any, ...],
         differentiated: bool,
         mode: Callable[[], contextlib.AbstractContextManager[Any]],

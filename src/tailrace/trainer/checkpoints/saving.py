@@ -377,7 +377,7 @@ def describe_accumulation(engine: Engine) -> str:
     return f"{engine.accumulation.reduction}, {name}"
 
 
-def as_json(value: Any, where: str) -> Any:
+def as_json(value: object, where: str) -> Any:
     """A value that JSON returns as it was; refuses any other, because `set_state` would get another.
 
     >>> as_json({"best": np.float32(0.5), "seen": (1, 2)}, "state")

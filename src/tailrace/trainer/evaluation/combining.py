@@ -190,7 +190,7 @@ class _OfAll(_Collector):
         return _arrays(self._function(np.stack(joined) if len(shapes) == 1 else joined))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A real scalar as a float; complex numbers, texts and objects of a metric as they are."""
     scalar = np.asarray(value)
     if scalar.ndim:
@@ -202,7 +202,7 @@ def _is_dict(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _arrays(result: Any) -> Any:
+def _arrays(result: object) -> Any:
     if isinstance(result, Mapping):
         return {str(key): np.asarray(value) for key, value in result.items()}
     return np.asarray(result)

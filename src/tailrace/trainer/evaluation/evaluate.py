@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds import dispatch_table
@@ -251,7 +251,7 @@ def rows_of(spec: ElementSpec) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def _values_of(result: Any) -> dict[str, Any]:
+def _values_of(result: Tree) -> dict[str, Any]:
     """The values to combine, by name: from a dict, (loss, aux), or a single value."""
     if isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
@@ -269,7 +269,7 @@ def _values_of(result: Any) -> dict[str, Any]:
     }
 
 
-def _scalars_of(result: Any) -> dict[str, Any]:
+def _scalars_of(result: Tree) -> dict[str, Any]:
     """The loss and the other scalars, as in the history of a fit."""
     return {name: value for name, value in _values_of(result).items() if value.ndim == 0}
 
@@ -284,15 +284,15 @@ def _most(found: int) -> int:
 
 
 def _taken(
-    structure: Any,
-    leaves: Any,
-    by_element: Callable[[Any], Any],
+    structure: TreeDef,
+    leaves: Iterable[jax.Array],
+    by_element: Callable[[np.ndarray], np.ndarray],
     found: list[int],
     replicas: int,
 ) -> Any:
     """The results of the elements found, in order, on the host."""
 
-    def one(leaf: Any) -> np.ndarray:
+    def one(leaf: jax.Array) -> np.ndarray:
         array = by_element(np.asarray(leaf))
         if replicas == 1:
             return array[: found[0]]

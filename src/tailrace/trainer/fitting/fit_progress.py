@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 
@@ -17,7 +17,7 @@ class Duration:
     epochs: int | None = None
 
     @classmethod
-    def of(cls, steps: Any, epochs: Any) -> Duration:
+    def of(cls, steps: TensorLike, epochs: object) -> Duration:
         """`steps` or `epochs`, not both, and neither negative; one epoch if neither is given."""
         if getattr(steps, "ndim", 0):
             raise OptionError(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
@@ -26,6 +25,7 @@ from tailrace.trainer.checkpoints.together import own_position
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.random_keys import is_key
 
 CHUNK = 64
 """The most steps that are dispatched at a time, where a checkpoint does not say what ran."""
@@ -206,7 +206,7 @@ def twin_of(engine: Engine, observe: Observe) -> Engine:
 
 def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     # The values of the checkpoint replace it; only shape and dtype matter.
-    if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
+    if is_key(form):
         return jax.random.split(jax.random.key(0, impl=key_generator(form.dtype)), form.shape)
     return np.zeros(form.shape, form.dtype)
 

@@ -29,7 +29,7 @@ class EquinoxBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, module: Any, model_state: Tree) -> None:
+    def __init__(self, module: Tree, model_state: Tree) -> None:
         equinox_seams.check()
         modes = modes_of(module)
         self.has_modes = bool(modes)
@@ -78,7 +78,7 @@ class EquinoxBinding(Binding):
         return equinox_seams.state_from_dict(state, self._names, self._markers)
 
 
-def modes_of(module: Any) -> list[bool]:
+def modes_of(module: Tree) -> list[bool]:
     """Which parts of a module are in inference mode, of those that have modes."""
     found: list[bool] = []
 

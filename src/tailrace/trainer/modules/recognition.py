@@ -17,7 +17,7 @@ from tailrace.trainer.modules.binding import Binding, Plain
 from tailrace.trainer.modules.stages import StagesBinding, pipeline_of_module
 
 
-def bind(loss_fn: Any, params: Tree, model_state: Tree) -> tuple[Binding, Any]:
+def bind(loss_fn: Callable[..., Any], params: Tree, model_state: Tree) -> tuple[Binding, Any]:
     """The binding for the object given as parameters, and the engine's loss function.
 
     >>> bind(len, {"w": 1.0}, None)[0].params
@@ -49,7 +49,7 @@ def bind_one(params: Tree, model_state: Tree) -> Binding:
     return Plain(params, model_state)
 
 
-def without_values(leaf: Any) -> str | None:
+def without_values(leaf: object) -> str | None:
     """What holds no parameters though its library's models do, and what to give instead.
 
     >>> without_values("a text") is None

@@ -52,7 +52,7 @@ def describe(
     }
 
 
-def describe_select(select: Any) -> Any:
+def describe_select(select: object) -> Any:
     """A selection as JSON: globs unchanged, anything else as a description.
 
     >>> describe_select(["grad/*", re.compile("^loss$")])

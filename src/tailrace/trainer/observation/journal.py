@@ -66,7 +66,7 @@ class Journal:
         self.records.clear()
         self._is_open = False
 
-    def take_up(self, history: History, end: Any) -> None:
+    def take_up(self, history: History, end: Mapping[str, Any] | None) -> None:
         """Continue a fit of another process, whose run ended at a mark."""
         self._set_history(history)
         self._resumed = True
