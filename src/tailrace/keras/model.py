@@ -185,6 +185,7 @@ class Adopted(Setters, Assigning, LookingBack):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
+        # Before callbacks are looked at: it takes BackupAndRestore out of them.
         keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of(call)
         with callback_spans(call["callbacks"]):
@@ -239,7 +240,7 @@ class Adopted(Setters, Assigning, LookingBack):
         kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
             raise OptionError(
-                "checkpoint= and keras.callbacks.BackupAndRestore both take up a fit. Received: both. "
+                "checkpoint= and keras.callbacks.BackupAndRestore both resume a fit. Received: both. "
                 "Leave one of them out."
             )
         return kept
@@ -301,6 +302,7 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def jax_state_sync(self) -> None:
         """Write the values back to the variables."""
+        # Keras calls this before it reads its variables: values stay on the device until then.
         if self.active is not None:
             self.active.fill()
         PLAIN["jax_state_sync"](self.model)
@@ -330,6 +332,7 @@ class Adopted(Setters, Assigning, LookingBack):
             self.model, *state, x, y, sample_weight, True, zeros
         )
         settings.seen.loss = loss
+        # Metrics are updated from these, and nothing is differentiated through metrics.
         loss, y_pred = jax.lax.stop_gradient((loss, y_pred))
         return loss, (loss, y_pred, others, metrics)
 
@@ -338,6 +341,8 @@ class Adopted(Setters, Assigning, LookingBack):
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
         latest = getattr(self.active, "latest", None)
+        # Keras computes metrics from variables, which are merged over replicas. Any other
+        # combination needs the values of each replica.
         if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
@@ -381,6 +386,8 @@ class Adopted(Setters, Assigning, LookingBack):
     def _make(self, mode: str, kind: type, force: bool) -> Any:
         model, name = self.model, f"{mode}_function"
         if self._keras_runs(mode):
+            # Keras keeps a function that is there: one of ours, left from before, is to be
+            # replaced.
             ours = isinstance(getattr(model, name), _Function)
             return PLAIN[f"make_{name}"](model, force or ours)
         program: Any = self.programs.get(mode)
@@ -395,6 +402,7 @@ class Adopted(Setters, Assigning, LookingBack):
         """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
+        # Outside of fit (`train_on_batch`) an execution is one batch.
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
         try:
             if running is None and program.per_step > 1:
@@ -417,6 +425,8 @@ class Adopted(Setters, Assigning, LookingBack):
         model, running = self.model, self._running
         # Evaluation inside of a fit, or a callback that calls `fit` of the same model, may nest.
         before, running[mode] = running.get(mode), pacing
+        # Keras' loop counts the batches of all replicas; what the user has set comes back
+        # afterwards.
         configured = model.steps_per_execution
         if not same_execution:
             model.steps_per_execution = pacing.execution

@@ -24,6 +24,7 @@ LENGTH = "length of the file"
 ARRAY = "stored array"
 """The placeholder of an array in a note; no attribute has such a name."""
 
+# Keras sets these when a fit begins.
 _NOT_STATE = ("params", "_params", "model", "_model")
 
 
@@ -43,12 +44,14 @@ def plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
                 f"arrays. Received: something else from {type(callback).__name__}."
             ) from None
     found: dict[str, Any] = {}
+    # All attributes, underscored ones too: nothing else tells what is state.
     for name, value in vars(callback).items():
         try:
             if name not in _NOT_STATE:
                 found[name] = _encoded(value)
         except _NotPlain:
             continue
+    # Its file is state as well: rows after the checkpoint come again, and are to be cut off.
     if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
         if not callback.csv_file.closed:
             callback.csv_file.flush()

@@ -125,6 +125,8 @@ class Keeping:
                     shutil.rmtree(directory.directory / f"fit-{self._writer.fit}")
             finally:
                 self._writer.close()
+        # The directory too, unless other fits have checkpoints in it; after the lock, whose file it
+        # holds.
         if self._removed and not directory.found():
             with suppress(OSError):
                 shutil.rmtree(directory.directory)
@@ -178,6 +180,7 @@ class Keeping:
         return found["epoch"] > form.epochs
 
     def _check(self, found: Mapping[str, Any], form: FitForm) -> None:
+        # What decides where epochs and steps end. Lengths that lead to the same places may differ.
         here = {
             "batches of an epoch": (form.batches, found["batches"]),
             "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
@@ -222,6 +225,7 @@ class Keeping:
             batches = (lambda: used.extend(itertools.islice(dataset, 1)), "batches")
             _repeat(found["taken"], *batches, dataset, patience)
             return (batch for batch in used)
+        # The pass in which the fit goes on is begun by Keras, and skipped to its place there.
         under_way = bool(found["taken"]) and not self.finished
         passes = (lambda: next(iter(dataset), None), "passes over the data")
         _repeat(found["begun"] - under_way, *passes, dataset, patience)
@@ -313,6 +317,8 @@ class Keeping:
             # The data that is under way shuffled with these numbers when it was begun, and is begun
             # again now.
             set_random_state(found["random_then"])
+        # If reading draws random numbers itself, skipping has drawn those of the first run, and the
+        # state is right as it is.
         return Resumed(
             found["done"],
             found["taken"],
@@ -374,6 +380,7 @@ class Keeping:
     ) -> Snapshot:
         program, form = self._program, self._form
         assert form is not None
+        # By number: Keras counts names up in a process, so `dense_1` here may be `dense` there.
         values = {f"{STATE}{number}": value for number, value in enumerate(program.values())}
         arrays: dict[str, Any] = dict(copied(values))
         arrays |= history_arrays(program.history)

@@ -72,6 +72,7 @@ def _parts(value: object) -> Iterator[Any]:
                 continue
         for name in _names(value.__code__):
             yield value.__globals__.get(name)
+    # Not into classes and modules: from there everything can be reached.
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | Callable):
         yield vars(value) if not _is_library(type(value)) else None
         yield getattr(value, "variables", None)
@@ -86,5 +87,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
+    # A function of a library reaches what it is given, and no model of the user's besides.
     module = (function.__module__ or "").split(".")[0]
     return module in ("keras", "jax", "numpy", "tensorflow", "torch", "tailrace")

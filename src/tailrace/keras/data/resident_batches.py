@@ -58,6 +58,8 @@ class ResidentBatches:
             return Block(form, 1, Staged(list(alone), alone, 1, replicas), sharding)
         numbers = numbers_of(taken)
         arrays = self._leaves(self._rows.data, form)
+        # Numbers in place of rows: who needs the elements of a step (a guard, a replay) looks them
+        # up.
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
         # Padded, so that a short block runs in the program of the long ones.
         padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
@@ -102,6 +104,7 @@ class ResidentBatches:
 
     def _form(self, rows: BatchRows) -> Form:
         leaves, structure = jax.tree.flatten(self._rows.data)
+        # The last batch of an epoch may be smaller, and then has another form.
         key = (structure, _size(rows), *[(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key not in self._forms:
             self._forms[key] = form_of(self._rows.batch(rows), self._shape, self._forms.values())

@@ -87,6 +87,8 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def _ask(self, grads: list[Any], values: Tree, variables: list[Any]) -> tuple[list[Any], Any]:
         """The gradients of one batch after this wrapper and those directly inside; and the wrappers."""
+        # All wrappers up to the next loss scaler at once, the innermost first: each would otherwise
+        # be asked by the one around it, which had changed the gradients before.
         group = directly_inside(self)
         if id(self) in _asked.get():
             return grads, group
@@ -132,6 +134,7 @@ class Wrapper(keras.optimizers.Optimizer):
         grads, group = self._ask(list(grads), lambda: [v.value for v in variables], variables)
         with asked(group):
             grads = self.before_apply(grads, variables)
+            # A user's `apply_gradients` is meant to be called; Keras' own only calls `apply`.
             if overrides(self.inner_optimizer, "apply_gradients", keras.optimizers.Optimizer):
                 self.inner_optimizer.apply_gradients(zip(grads, variables, strict=True))
             else:

@@ -108,6 +108,7 @@ def balanced(model: keras.Model, stages: int) -> list[Any]:
     flow = flow_of(model)
     layers = [call for call in flow.calls if call.is_layer]
     costs = _costs(model, flow, layers)
+    # Stages are runs of layers in the order of the graph, in which each comes after its inputs.
     cut = balanced_cut(costs, stages)
     numbers = iter(np.searchsorted(cut, range(len(layers)), side="right").tolist())
 

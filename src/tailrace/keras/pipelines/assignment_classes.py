@@ -123,6 +123,7 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
             found.append(_matched(entries, each, one.nested_model.name))
             continue
         stage = getattr(value, "pipeline_stage", value)
+        # A plain number names no layer: then the order alone counts.
         layer = getattr(value, "layer", None)
         if layer is not None and layer is not one.layer:
             raise OptionError(
@@ -226,5 +227,6 @@ def noted_stages(model: keras.Model) -> list[Any] | None:
                 f"All layers of a pipelined model must have an associated pipeline stage. However, "
                 f"{part.operation.name} has not been assigned to one."
             )
+    # Here, while the model is made: the traceback leads to the lines that gave the stages.
     check_order(flow, by_call(flow, stages))
     return stages

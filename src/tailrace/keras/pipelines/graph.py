@@ -131,6 +131,7 @@ def _same(value: object) -> Any:
 def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
     check_graphs()
     config = _described(model)
+    # By name: unique in a Functional model, and what the description refers to.
     operations = {operation.name: operation for operation in model.operations}
     nodes: dict[tuple[str, int], tuple[Any, Any, list[Tensor]]] = {}
     for described in config["layers"]:
@@ -148,6 +149,8 @@ def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
         outside = (f"{path}{tensor[0]}", tensor[1], tensor[2])
         return renamed.get(outside, outside)
 
+    # Back from the outputs: layers may have been called in other models too, and those calls are
+    # not ours.
     wanted = [leaf.tensor for leaf in keras.tree.flatten(outputs)]
     for name, index in _in_order([(t[0].removeprefix(path), t[1]) for t in wanted], nodes):
         args, kwargs, taken = nodes[name, index]
@@ -157,6 +160,8 @@ def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
             # A model that is called twice has its layers' calls twice, under different paths.
             again = f"#{index}" if index else ""
             inner = flow_of(operation, f"{path}{name}{again}/", (*around, operation))
+            # The layers inside take the model's own input tensors: each becomes the tensor that the
+            # model is called with.
             calls.extend(map(_alias, inner.inputs, inputs))
             calls.extend(inner.calls)
             tree.append(inner)
@@ -320,6 +325,7 @@ class _scopes:
 
 def takes_training(operation: object) -> bool:
     """Whether a layer wants to know if it is training."""
+    # The alias of a tensor is a plain function, without a `call`.
     call = getattr(operation, "call", None)
     return call is not None and "training" in inspect.signature(call).parameters
 

@@ -233,6 +233,7 @@ def called_layers(model: keras.Model) -> Opened:
 
 def _follow(model: keras.Model, shape: ShapeLike) -> Opened:
     calls = Following(model, None, cuts=False)
+    # On symbols, and statelessly: nothing is computed, and no variable changes.
     with followed(calls), keras.StatelessScope(), in_scope():
         model.compute_output_spec(_symbols(shape))
     return calls.found
@@ -254,6 +255,7 @@ class StagedCall:
     """The forward pass of a subclassed model, stage by stage."""
 
     def __init__(self, model: keras.Model, stages: Sequence[Any] | None) -> None:
+        # Taken now: while a model runs in stages, `model.call` leads here.
         self._model, self._call, self._stages = model, model.call, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

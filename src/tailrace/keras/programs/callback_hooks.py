@@ -24,6 +24,7 @@ def callback_spans(callbacks: object) -> Iterator[None]:
         return
     listed = getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks)
     with contextlib.ExitStack() as hooks:
+        # Each once: a callback may be listed twice, and its hook must not be wrapped twice.
         for callback in {id(one): one for one in listed}.values():
             for name in HOOKS:
                 if overrides(callback, name, keras.callbacks.Callback):

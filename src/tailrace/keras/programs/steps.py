@@ -39,14 +39,13 @@ class Looping(Executions, ABC):
 
     Args:
         model: the model.
-        kinds: the variables of the state, by their attribute in `Layout`.
-        carried: the number of them, from the end, that the step may change.
     """
 
     drops_remainder = True
     called = step_called = ""
     """The method that the user calls, and the Keras step that it runs."""
     kinds: tuple[str, ...] = ()
+    """The variables of the state, by their attributes in `Layout`."""
     read_only = 1
     """The number of them, from the start, that the step does not change."""
 
@@ -127,9 +126,11 @@ class Looping(Executions, ABC):
             staged = exact(staged)
         else:
             runner.capacity = staged.room if staged.room > 1 else None
+        # Always seed 0: random layers of Keras draw from variables, which are part of the state.
         numbers = Numbers(0, self._step)
         emitted, ticket = runner.dispatch(self._active[1], passes, numbers, 0, block=staged)
         self._step += passes
+        # Ours is taken out; the rest is for outfeeds in the user's layers.
         value = runner.by_element(emitted.pop(self.out).value)
         runner.traced.deliver(emitted)
         return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
@@ -210,6 +211,7 @@ class Looping(Executions, ABC):
                 return self._advanced(carried, element, read)
 
         form = (read, carried, feed.spec().tree(), ())
+        # A step that calls layers itself, past the model, meets no boundary.
         if len(stages := stages_in(compute, form, self.replicas)) < 2:
             raise PipelineError(
                 f"`{self.step_called}` does not go through the stages of the model. Call the model "
@@ -235,6 +237,7 @@ class Looping(Executions, ABC):
 
     def _of_one(self, variable: keras.Variable, value: TensorLike) -> Any:
         if value.ndim > len(variable.shape):
+            # By identity: variables of Keras compare by value.
             metric = any(variable is one for one in self.layout.metrics.all)
             if metric or not jnp.issubdtype(value.dtype, jnp.inexact):
                 return jnp.asarray(merged(variable, np.asarray(value)))
@@ -313,6 +316,7 @@ class Stepping(Measuring):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    # Empty: what leaves this loop are the logs of the user's step, whatever they are.
     history = History()
 
     @property

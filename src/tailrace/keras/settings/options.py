@@ -97,6 +97,7 @@ class Options:
         """As plain values, for a file."""
         plain = dataclasses.asdict(self)
         if self.gradient_accumulation_dtype is not None:
+            # By name: JSON has no dtypes.
             plain["gradient_accumulation_dtype"] = str(jnp.dtype(self.gradient_accumulation_dtype))
         return plain
 
@@ -163,6 +164,7 @@ class Settings:
 
     def for_engine(self) -> list[str]:
         """What is set that only the engine's own step can do."""
+        # In this order: a message names the first that is set.
         found = {
             "replicas": self.replicas > 1,
             "gradient accumulation by Tailrace": self.microbatches > 1,
@@ -297,6 +299,7 @@ class Settings:
         stages = self.stages
         if stages is None:
             return None
+        # Anew for each trace: layers may have been added or assigned since the last one.
         return (
             StagedFlow(self.model, stages)
             if has_flow(self.model)
