@@ -64,6 +64,7 @@ def register_container(kind: type, parser: CustomContainer | None) -> None:
 
 def is_custom(value: object) -> bool:
     """Whether the class of a value was registered."""
+    # The exact class: a subclass may hold more than its parser knows.
     return type(value) in _custom
 
 
@@ -177,6 +178,7 @@ def _attributes(value: object) -> dict[str, Any]:
     if isinstance(value, type | FunctionType | ModuleType):
         return {}
     found = {}
+    # Slots of base classes too: they are in no `__dict__`.
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:

@@ -61,6 +61,7 @@ class Sharing:
 
     def newer(self) -> Iterator[tuple[Any, frozenset[str]]]:
         """Those of them that have changed their weights since the last call."""
+        # By version, not by comparing values: those are on the device.
         for other, names in self.others:
             version = other.version
             if self._seen.get(other, 0) != version:

@@ -153,6 +153,7 @@ class TrainingProgram:
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """Run one execution; returns the emissions of its taps."""
         engine, options = self.engine, self.options
+        # Of this call alone: `model.history` is that of the latest one.
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         with within_memory(engine, options.device_iterations):
@@ -180,6 +181,7 @@ class TrainingProgram:
         state = self.engine.state
         if not self._automatic:
             return state
+        # No parameter of the module: saved files and the host must not see it.
         own = dict(state.params)
         del own[FACTOR]
         return state._replace(params=own)
@@ -207,6 +209,7 @@ class TrainingProgram:
         for name, value in values.items():
             kind = "params" if name in state.params else "model_state"
             like = getattr(state, kind)[name]
+            # A copy: the array may share its memory with a tensor of the host.
             leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
         self.engine.replace(leaves)
 
@@ -240,6 +243,7 @@ def as_pipeline(
             f"model with {stages} pipeline stages will have an additional {stages - 1} stages when "
             f"training. Received: accumulation={options.microbatches}."
         )
+    # Users may leave numbers of devices out; a mapping counts those that are used.
     devices = sorted(set(forward.devices))
     mapping = [devices.index(device) for device in forward.devices]
     schedule = options.schedule if pipelined else PipelineSchedule.SEQUENTIAL
@@ -257,6 +261,8 @@ def as_pipeline(
 def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule:
     """The fastest schedule for this number of microbatches."""
     reason = ""
+    # The fastest first. Whether one fits the numbers of stages and microbatches, only a plan can
+    # say.
     for schedule in (PipelineSchedule.GROUPED, PipelineSchedule.INTERLEAVED):
         try:
             plan(len(mapping), microbatches, schedule, mapping)

@@ -169,6 +169,7 @@ class ModuleFunction:
             stack.enter_context(env)
             # Tensors that forward makes without a device (`torch.zeros(3)`) are tensors of the program.
             stack.enter_context(unnamed_device())
+            # Hooks of the backward pass are refused in training; in inference they never run.
             replaced = {**REPLACED, **refusals(self.differentiated)}
             mode = functools.partial(WatchingMode, watch, LOSS_FUNCTIONS, replaced, cast_arguments)
             stack.enter_context(custom_functions(watch, self.differentiated, mode))
@@ -198,7 +199,7 @@ def _buffers_after(
                 f"A buffer keeps its shape from step to step. {name!r} was "
                 f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
             )
-    # By identity: an operation in place makes another value. Inference writes only these back to the
+    # By identity: an in-place operation makes another value. Inference writes only these back to the
     # host.
     changed = frozenset(name for name, value in after.items() if value is not buffers[name])
     # The state of a loop keeps its dtypes.
