@@ -72,6 +72,7 @@ def check_numbers(
 ) -> tuple[LossScale | None, Precision | None]:
     """Parse the loss scale and the precision."""
     scale, precision = LossScale.of(loss_scale), Precision.of(precision)
+    # 6e-8 is the smallest float16 above 0, and many gradients are smaller.
     if scale is None and precision is not None and precision.dtype == jnp.float16:
         note_once(
             "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
@@ -237,6 +238,7 @@ def check_callbacks(
     found = list(callbacks)
     methods = [name for name in vars(Callback) if name.startswith("on_")]
     for one in found:
+        # By its methods: a class of the user's need not derive from ours.
         if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in methods):
             raise OptionError(
                 f"A callback is an object with the methods of tr.Callback. Received: {one!r}. "
@@ -257,4 +259,5 @@ def check_config(config: object) -> dict[str, Any]:
             f"config= is a dict of your own, with names as keys: config={{'rate': 0.1}}. "
             f"Received: {config!r}."
         )
+    # A copy: a run directory gets it when a fit begins, and the user's dict may change before.
     return dict(config)

@@ -1,4 +1,4 @@
-"""Faults on purpose: a rewrite of a training program that flips one bit of one tensor, once.
+"""Deliberate faults: a rewrite of a training program that flips one bit of one tensor, once.
 
     Faults(engine).arm(Fault("activation/net", step=7, index=3, bit=30))
 
@@ -21,6 +21,7 @@ from tailrace.taps.catalogue import Entry
 from tailrace.taps.wanted import Wanted
 from tailrace.trainer.engine import Engine
 
+# By bytes per value. There is none for 8: such values exist only with `jax_enable_x64`.
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -75,6 +76,8 @@ class Faults:
         form = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.uint32))
         index, mask = jax.pure_callback(functools.partial(self._asked, name), form, step)
         bits = lax.bitcast_convert_type(value, word).reshape(-1)
+        # Written in every step, mostly with a mask of 0: with and without a fault it is the same
+        # program, which rounds the same.
         bits = bits.at[index].set(bits[index] ^ mask.astype(word))
         return lax.bitcast_convert_type(bits.reshape(value.shape), value.dtype)
 

@@ -75,6 +75,7 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Start over, unless a fit is resumed."""
+        # A resumed fit sets them after this, by `set_state`.
         self.watched.best, self._waited, self._kept = None, 0, None
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:

@@ -215,8 +215,8 @@ def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
         whole = "checksum" not in said or said["checksum"] == now
     if version not in range(1, FORMAT + 1):
         raise CheckpointError(
-            f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
-            f"forms up to {FORMAT}. Use the version that wrote it."
+            f"The checkpoint {str(path)!r} has format {version!r}; this version of Tailrace reads "
+            f"formats up to {FORMAT}. Use the version that wrote it."
         )
     expected = {
         name: (form.shape, form.dtype)
@@ -262,6 +262,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             else np.zeros(form.shape, _dtype(form.dtype))
             for name, form in forms.items()
         }
+    # The bytes of large files are checked here only, array by array, once they are in memory.
     for name, form in forms.items():
         found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
         if found != form:
@@ -280,6 +281,7 @@ def remove(path: Path) -> None:
     """Remove a checkpoint atomically: renamed first, so that no partial one has its name."""
     partial = path.with_name(path.name + UNFINISHED)
     shutil.rmtree(partial, ignore_errors=True)
+    # A rename that fails leaves the checkpoint whole: it is superseded, and does no harm.
     with contextlib.suppress(OSError):
         os.rename(path, partial)
     shutil.rmtree(partial, ignore_errors=True)

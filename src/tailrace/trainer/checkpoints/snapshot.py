@@ -63,6 +63,7 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
     keys: dict[str, str] = {}
     for name, leaf in named_leaves(engine.state).items():
         value = engine.placement.readable(leaf)
+        # The generator is not in the numbers: it goes into the note.
         if is_key(value):
             keys[name] = generator_of(value)
         arrays[STATE + name] = as_numbers(value)
@@ -73,7 +74,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     """Restore an engine's state, step and seed from a checkpoint; refuses other shapes."""
     if "keys" not in note:
         raise CheckpointError(
-            "The checkpoint was saved by fit of a Keras model: only that model goes on from it."
+            "The checkpoint was saved by fit of a Keras model: only that model can resume from it."
         )
     now = named_leaves(engine.state)
     keys: Mapping[str, str] = note["keys"]
@@ -104,6 +105,7 @@ def check_forms(
     Leaves that differ per replica may have a leading replica dim: a trainer that has not run yet has
     one value for all.
     """
+    # All differences in one message: found one by one, each would take another start of the script.
     wrong: list[str] = []
     for name, leaf in now.items():
         if name not in found:
@@ -153,6 +155,7 @@ def history_of(
 
 def _is_key_like(leaf: jax.Array, stored: np.ndarray, kind: str) -> bool:
     """Whether a leaf is a random key of the stored kind and shape."""
+    # By shapes alone: JAX knows which generators there are, and how many numbers a key has.
     try:
         form = jax.eval_shape(lambda numbers: as_keys(numbers, kind), stored)
     except (TypeError, ValueError):  # not a key, or one of an unknown kind

@@ -76,6 +76,7 @@ def plan_memory(
     check_options(share, offload_state)
     check_activations(offload_activations)
     keeping, held, decisions = None, None, ()
+    # None asks to offload where it pays, which depends on the devices.
     if share or offload_state is not False:
         keeping, decisions = decide(
             forms,

@@ -84,6 +84,8 @@ class Combined:
         chosen = by_name.get(name)
         if chosen is not None:
             return chosen
+        # [batches, ...]: arrays of integers are counts, such as a confusion matrix. Scalars are
+        # averaged, whole ones too.
         counts = value.ndim > 1 and value.dtype.kind in "iu"
         return "sum" if counts else "mean"
 

@@ -64,6 +64,8 @@ class Evaluator:
             sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
 
         def join(*blocks: np.ndarray) -> np.ndarray:
+            # [elements, rows, ...]: rows of batches are joined; what has no rows is stacked by
+            # element.
             by_row = all(
                 block.ndim > 1 and size == {block.shape[1]}
                 for block, size in zip(blocks, sizes, strict=True)
@@ -210,6 +212,7 @@ class Evaluator:
     ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
+        # Each function is traced; equal programs are found again when they are to be compiled.
         key = (infeed.spec(), fn, shape)
         # Removed from the cache while it runs: a partly read stream must keep its infeed.
         found = self._runners.pop(key, None)
@@ -241,6 +244,7 @@ class Evaluator:
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        # Shown while it compiles, and stored with the compilation.
         runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed
 

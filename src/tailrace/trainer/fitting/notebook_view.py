@@ -57,9 +57,10 @@ class NotebookView(ProgressView):
         return self
 
     def advance(self, steps: int, losses: np.ndarray) -> None:
-        """Some more steps are done, with these losses, a row a step; the last one is shown."""
+        """More steps are done, with these losses, one row per step; the last loss is shown."""
         self._done += steps
         self._losses.append(float(losses[-1].mean()))
+        # Each update goes to the browser: executions of milliseconds would keep it busy.
         if time.monotonic() - self._drawn >= EVERY_S:
             self._draw()
 

@@ -69,6 +69,7 @@ def _rerun(step: int, run: Run, trainer: AnyTrainer, dataset: object) -> Rerun:
             f"trained without. Train with fit(checkpoint=...)."
         )
     start = nearest(where, step)
+    # Digests, not tensors: all of them, of every step that is looked at.
     taps = [Tap("*", reduce=bit_digest)]
     return Rerun(trainer.engine, taps, dataset, *start.fit(), start.directory.directory)
 

@@ -61,7 +61,7 @@ class NnxBinding(Binding):
         return (flax_seams.scoped(model) if self.scopes else model,)
 
     def check(self, opened: tuple[Any, ...], params: Tree) -> None:
-        """Say it once if the call assigned to parameters: that ends with the call."""
+        """Log once if the call assigned to parameters: that ends with the call."""
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
         given = jax.tree.leaves(params)
@@ -117,7 +117,7 @@ class NnxBinding(Binding):
 
 
 def note_evaluation_mode(module: Tree) -> None:
-    """Say it once if a module is to be trained that was left in evaluation mode."""
+    """Log once if a module that is to be trained was left in evaluation mode."""
     flags = [
         flag
         for _, part in nnx.iter_modules(module)
@@ -127,7 +127,7 @@ def note_evaluation_mode(module: Tree) -> None:
     if flags and all(flags):
         note_once(
             "The nnx.Module is in evaluation mode: it is trained as it is, without dropout and with "
-            "BatchNorm's running averages. Call module.train() first if that is not meant."
+            "BatchNorm's running averages. Call module.train() first if that is not intended."
         )
 
 

@@ -111,6 +111,7 @@ def _equinox(params: Tree, model_state: Tree) -> Binding | None:
     return EquinoxBinding(params, model_state) if recognised(params) else None
 
 
+# Linen last: its variables are plain dicts, which say least about their origin.
 _LIBRARIES: tuple[tuple[str, Callable[[Any, Any], Binding | None]], ...] = (
     ("flax.nnx", _nnx),
     ("equinox", _equinox),

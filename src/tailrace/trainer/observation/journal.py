@@ -137,6 +137,7 @@ class Journal:
         self.history.add(results.scalars, results.weights)
         first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
         if marks:
+            # Each link depends on all before it: two runs whose last links agree agreed throughout.
             marks[CHAIN] = self.history.add_fingerprint(first, steps, marks)
         if self.sink is not None:
             parts = [part for part in results.parts if part.kind not in self._leaving_out]
