@@ -48,6 +48,8 @@ def listed(texts: Sequence[str], most: int = 3, between: str = ", ") -> str:
 
     >>> listed(["w", "b"]), listed(["w", "b", "c", "d"], 2)
     ('w, b', 'w, b and 2 more')
+    >>> listed(["w: 1", "b: 2", "c: 3"], 2, "; ")
+    'w: 1; b: 2 and 1 more'
     """
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
