@@ -43,14 +43,16 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
-def listed(texts: Sequence[str], most: int = 3) -> str:
+def listed(texts: Sequence[str], most: int = 3, between: str = ", ") -> str:
     """The first few of some texts, and how many more there are.
 
     >>> listed(["w", "b"]), listed(["w", "b", "c", "d"], 2)
     ('w, b', 'w, b and 2 more')
+    >>> listed(["w: 1", "b: 2", "c: 3"], 2, "; ")
+    'w: 1; b: 2 and 1 more'
     """
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return between.join(texts[:most]) + more
 
 
 def there_are(count: int) -> str:

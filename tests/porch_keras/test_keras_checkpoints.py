@@ -523,7 +523,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(DataExhausted, match="ends after 1"):
         model_of().fit((pair for pair in [(X[:4], Y[:4])]), **call, checkpoint=directory)
     both = [keras.callbacks.BackupAndRestore(tmp_path / "backup")]
-    with pytest.raises(OptionError, match="both take up a fit. Received: both"):
+    with pytest.raises(OptionError, match="both resume a fit. Received: both"):
         model_of().fit(**arrays(), verbose=0, checkpoint=directory, callbacks=both)
     eager = model_of()
     eager.compile("adam", "mse", run_eagerly=True)

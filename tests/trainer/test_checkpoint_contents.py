@@ -13,6 +13,7 @@ import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import CheckpointError, DataError
 from tailrace.trainer.checkpoints import freed_memory, orbax_files, saving, writer
+from tailrace.trainer.checkpoints.snapshot import check_forms
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -103,6 +104,15 @@ def test_leaves_of_the_same_name(tmp_path):
     trainer.save(tmp_path / "saved")
     other.restore(tmp_path / "saved")
     assert_bits_equal(other.params, trainer.params)
+
+
+def test_the_first_eight_differences_are_listed():
+    here = {f"params/{n}": jnp.zeros(2) for n in range(10)}
+    with pytest.raises(CheckpointError) as error:
+        check_forms(here, {}, {}, {})
+    last = "params/7: float32[2] here, missing in the checkpoint and 2 more. Make the trainer with"
+    assert last in str(error.value)
+    assert "; params/1: " in str(error.value)
 
 
 def test_every_dtype_comes_back(tmp_path):

@@ -114,7 +114,7 @@ def test_the_end_of_a_fit_that_others_follow(whole, tmp_path):
     trainer = fit(trainer_of(), kept)
     fit(trainer, kept, 4)
     flip(kept / "fit-0" / "step-12-end")
-    with pytest.raises(CheckpointError, match=r"later fits went on from \(fit-1\). Put a copy"):
+    with pytest.raises(CheckpointError, match=r"later fits continued from \(fit-1\). Put a copy"):
         fit(trainer_of(), kept)
     assert (kept / "fit-0" / "step-12-end").is_dir()
 
@@ -125,7 +125,9 @@ def test_a_later_format_is_not_taken_for_damage(killed):
     said = json.loads(file.read_text())
     said["custom_metadata"]["format"] = orbax_files.FORMAT + 1
     file.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="has form 3; this version .* reads forms up to 2"):
+    with pytest.raises(
+        CheckpointError, match="has format 3; this version .* reads formats up to 2"
+    ):
         fit(trainer_of(), killed / "kept")
     assert path.is_dir()
 

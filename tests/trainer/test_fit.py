@@ -175,7 +175,7 @@ def test_epochs_of_shuffled_batches_differ_and_repeat():
 def test_one_shot_iterators_have_one_epoch():
     trainer = trainer_of()
     assert len(trainer.fit(iter(ELEMENTS), epochs=1).loss) == 24
-    with pytest.raises(DataError, match=r"epochs=2.*can be read once only. Give a re-iterable"):
+    with pytest.raises(DataError, match=r"epochs=2.*can be read only once. Give a re-iterable"):
         trainer.fit(iter(ELEMENTS), epochs=2)
 
 

@@ -27,6 +27,3 @@ SeedLike = Any
 
 SessionLike = Any
 """A `tf.compat.v1.Session`; None for the one around."""
-
-Index = Any
-"""What an array is indexed by: a number, a slice, an array, or a tuple of them."""

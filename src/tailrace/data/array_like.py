@@ -14,3 +14,6 @@ DTypeLike = Any
 
 ShapeLike = Any
 """A sequence of sizes, or what can be converted to one."""
+
+Index = Any
+"""What an array is indexed by: a number, a slice, an array, or a tuple of them."""

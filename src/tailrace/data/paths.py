@@ -20,6 +20,16 @@ def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(text, str) and bool(text) and "\0" not in text
 
 
+def file_in_the_way(directory: Path) -> Path | None:
+    """The file that a path of a directory is, or goes through; None if there is none.
+
+    >>> file_in_the_way(Path("/", "no such folder", "runs")) is None
+    True
+    """
+    there = next((one for one in (directory, *directory.parents) if os.path.exists(one)), None)
+    return None if there is None or os.path.isdir(there) else there
+
+
 def check_path(
     name: str, value: object, *, what: str = "directory", error: type[TailraceError] = OptionError
 ) -> Path:

@@ -24,6 +24,7 @@ from tailrace.keras.settings.options import Options, Settings
 scopes = Scopes("tailrace_strategies")
 """The open scopes of strategies, each with a function that adopts models created in it."""
 
+# In Keras' own classes: overrides of a user's class come first, and reach these by `super()`.
 _HOOKED = (
     "compile",
     "fit",
@@ -167,6 +168,7 @@ def _functional_made(
 
 def _asked(name: str) -> Any:
     def around(plain: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        # Asked in each call: models may be adopted at any time, and others run Keras' own methods.
         adopted = attached(model)
         if adopted is None:
             return plain(model, *args, **kwargs)

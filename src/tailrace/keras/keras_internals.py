@@ -29,7 +29,7 @@ def hook(kind: type, name: str, around: Callable[..., Any]) -> Callable[..., Any
     plain = vars(owner)[name]
 
     @functools.wraps(plain)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def hooked(self: object, *args: Any, **kwargs: Any) -> Any:
         return around(plain, self, *args, **kwargs)
 
     hooked.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
@@ -40,5 +40,7 @@ def hook(kind: type, name: str, around: Callable[..., Any]) -> Callable[..., Any
 @functools.cache
 def functional_class() -> Any:
     """The class of Functional models, which has no public name in Keras."""
+    # With names of their own: unnamed ones would advance Keras' counters, and with them the names
+    # of the user's layers.
     inputs = keras.Input((1,), name="of_a_functional_model")
     return type(keras.Model(inputs, inputs, name="a_functional_model"))

@@ -36,6 +36,7 @@ def check_graphs() -> None:
 
 
 def _constants(function: Callable[..., Any]) -> tuple[Any, ...]:
+    # In the compiled code: the source may be missing, and a call would need a model.
     code = inspect.unwrap(function).__code__
     names = code.co_names + code.co_varnames + code.co_freevars
     return (*code.co_consts, *names)

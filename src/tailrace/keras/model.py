@@ -37,6 +37,7 @@ from tailrace.keras.programs.call_pacing import (
     resident_rows,
 )
 from tailrace.keras.programs.callback_hooks import callback_spans
+from tailrace.keras.programs.executions import Executions
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -184,6 +185,7 @@ class Adopted(Setters, Assigning, LookingBack):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
+        # Before callbacks are looked at: it takes BackupAndRestore out of them.
         keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of(call)
         with callback_spans(call["callbacks"]):
@@ -224,7 +226,9 @@ class Adopted(Setters, Assigning, LookingBack):
         copy_batches(call, "x", "validation_data")
         return pacing
 
-    def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
+    def _keeping_of(
+        self, checkpoint: Checkpoint | str | os.PathLike[str] | None, call: dict[str, Any]
+    ) -> Keeping | None:
         """The checkpoints of a fit: as given, or as its BackupAndRestore requests."""
         if checkpoint is None:
             per_step = self.settings.microbatches * self.settings.replicas
@@ -236,7 +240,7 @@ class Adopted(Setters, Assigning, LookingBack):
         kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
             raise OptionError(
-                "checkpoint= and keras.callbacks.BackupAndRestore both take up a fit. Received: both. "
+                "checkpoint= and keras.callbacks.BackupAndRestore both resume a fit. Received: both. "
                 "Leave one of them out."
             )
         return kept
@@ -298,6 +302,7 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def jax_state_sync(self) -> None:
         """Write the values back to the variables."""
+        # Keras calls this before it reads its variables: values stay on the device until then.
         if self.active is not None:
             self.active.fill()
         PLAIN["jax_state_sync"](self.model)
@@ -319,6 +324,7 @@ class Adopted(Setters, Assigning, LookingBack):
         if settings.seen is None:
             return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
         layout = settings.layout
+        assert layout is not None
         # Keras also scales the loss, by values that do not matter: that result is unused.
         unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
         zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
@@ -326,6 +332,7 @@ class Adopted(Setters, Assigning, LookingBack):
             self.model, *state, x, y, sample_weight, True, zeros
         )
         settings.seen.loss = loss
+        # Metrics are updated from these, and nothing is differentiated through metrics.
         loss, y_pred = jax.lax.stop_gradient((loss, y_pred))
         return loss, (loss, y_pred, others, metrics)
 
@@ -334,6 +341,8 @@ class Adopted(Setters, Assigning, LookingBack):
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
         latest = getattr(self.active, "latest", None)
+        # Keras computes metrics from variables, which are merged over replicas. Any other
+        # combination needs the values of each replica.
         if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
@@ -377,6 +386,8 @@ class Adopted(Setters, Assigning, LookingBack):
     def _make(self, mode: str, kind: type, force: bool) -> Any:
         model, name = self.model, f"{mode}_function"
         if self._keras_runs(mode):
+            # Keras keeps a function that is there: one of ours, left from before, is to be
+            # replaced.
             ours = isinstance(getattr(model, name), _Function)
             return PLAIN[f"make_{name}"](model, force or ours)
         program: Any = self.programs.get(mode)
@@ -387,10 +398,11 @@ class Adopted(Setters, Assigning, LookingBack):
         setattr(model, name, _Function(self, mode, program))
         return getattr(model, name)
 
-    def run(self, mode: str, program: Any, state: Tree, iterator: Iterator[Any]) -> Any:
+    def run(self, mode: str, program: Executions, state: Tree, iterator: Iterator[Any]) -> Any:
         """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
+        # Outside of fit (`train_on_batch`) an execution is one batch.
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
         try:
             if running is None and program.per_step > 1:
@@ -413,6 +425,8 @@ class Adopted(Setters, Assigning, LookingBack):
         model, running = self.model, self._running
         # Evaluation inside of a fit, or a callback that calls `fit` of the same model, may nest.
         before, running[mode] = running.get(mode), pacing
+        # Keras' loop counts the batches of all replicas; what the user has set comes back
+        # afterwards.
         configured = model.steps_per_execution
         if not same_execution:
             model.steps_per_execution = pacing.execution
@@ -433,7 +447,7 @@ class Adopted(Setters, Assigning, LookingBack):
 class _Function:
     """The function that Keras' trainer calls for one execution."""
 
-    def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
+    def __init__(self, adopted: Adopted, mode: str, program: Executions) -> None:
         self._adopted, self._mode, self._program = adopted, mode, program
 
     def __call__(self, state: Tree, iterator: Iterator[Any]) -> Any:

@@ -50,6 +50,7 @@ def _sends() -> bool:
     """Whether a program is being traced, so that values can be sent."""
     if _silent.get():
         return False
+    # Layers are also called outside of programs: to build them, and by plain Keras.
     try:
         current_trace("an outfeed layer")
     except ProgramError:
@@ -83,6 +84,7 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
     def deliver(self, found: OrderedDict[str, Any], replicas: int) -> None:
         """Queue values that were observed instead of sent, `[k, (R,) *T]` each."""
         leaves, structure = jax.tree.flatten(found)
+        # A queue has replicas first; observed values have them after the step.
         if replicas > 1:
             leaves = [np.moveaxis(leaf, 1, 0) for leaf in leaves]
         self.queue.deliver(structure, leaves, None, 1, replicas)
@@ -161,6 +163,7 @@ class MaybeOutfeed(keras.layers.Layer):
         queue.maybe_outfeed(self.name, inputs)
         if self.final_outfeed:
             sent = queue.maybe_enqueue()
+            # As in `Outfeed.call`: the sent value is the one to go on with.
             if sent is not None and self.name in sent:
                 return sent[self.name]
         return inputs
@@ -351,7 +354,9 @@ class OutfeedCallback(keras.callbacks.Callback):
     No data enqueued
     """
 
-    def __init__(self, outfeed_queue: Any, name: str = "OutfeedCallback") -> None:
+    def __init__(
+        self, outfeed_queue: native.MaybeOutfeedQueue | OutfeedQueue, name: str = "OutfeedCallback"
+    ) -> None:
         super().__init__()
         self._queue, self.name = outfeed_queue, name
 
@@ -362,9 +367,7 @@ class OutfeedCallback(keras.callbacks.Callback):
     def _dequeued(self) -> Any:
         if isinstance(self._queue, native.MaybeOutfeedQueue):
             return self._queue.maybe_dequeue()
-        if hasattr(self._queue, "enqueued") and not self._queue.enqueued:
-            return None
-        if not len(self._queue):
+        if not getattr(self._queue, "enqueued", True) or not len(self._queue):
             return None
         found = self._queue.dequeue()
         return found if isinstance(found, dict) else dict(enumerate(jax.tree.leaves(found)))

@@ -44,6 +44,7 @@ class Strategy:
 
         It applies to this thread, or to this asynchronous task and the tasks it starts.
         """
+        # Two things begin: models made inside are adopted, and layers may have stages.
         with scopes.opened(self.adopt), in_scope():
             yield self
 

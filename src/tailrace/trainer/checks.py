@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.array_trees import not_an_array
@@ -21,7 +21,7 @@ from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision
 from tailrace.program.step.update_rule import Optimizer
-from tailrace.taps.tap import StopOnNonfinite
+from tailrace.taps.tap import AnyTap, StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.modules.recognition import without_values
 from tailrace.trainer.observation.monitoring import Monitor
@@ -65,10 +65,14 @@ def check_fingerprint(fingerprint: object) -> bool:
 
 
 def check_numbers(
-    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Tree
+    loss_scale: LossScale | float | str | None,
+    precision: DTypeLike,
+    taps: Sequence[AnyTap],
+    params: Tree,
 ) -> tuple[LossScale | None, Precision | None]:
     """Parse the loss scale and the precision."""
     scale, precision = LossScale.of(loss_scale), Precision.of(precision)
+    # 6e-8 is the smallest float16 above 0, and many gradients are smaller.
     if scale is None and precision is not None and precision.dtype == jnp.float16:
         note_once(
             "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
@@ -234,6 +238,7 @@ def check_callbacks(
     found = list(callbacks)
     methods = [name for name in vars(Callback) if name.startswith("on_")]
     for one in found:
+        # By its methods: a class of the user's need not derive from ours.
         if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in methods):
             raise OptionError(
                 f"A callback is an object with the methods of tr.Callback. Received: {one!r}. "
@@ -254,4 +259,5 @@ def check_config(config: object) -> dict[str, Any]:
             f"config= is a dict of your own, with names as keys: config={{'rate': 0.1}}. "
             f"Received: {config!r}."
         )
+    # A copy: a run directory gets it when a fit begins, and the user's dict may change before.
     return dict(config)

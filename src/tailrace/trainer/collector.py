@@ -70,6 +70,7 @@ class Collector:
             runner: its program.
             sight: the tensors that taps select in it.
         """
+        # A copy: the scalars are taken out of it, and a sentinel reads those of the ticket again.
         replicas, emitted = runner.placement.replicas, dict(ticket.emitted)
         parts = take_records(
             emitted,
@@ -124,6 +125,8 @@ class Collector:
             return None
         if not self.guard.skips:
             return first_bad_step(emitted, replicas)
+        # One flag a step, in the shape of the losses: all columns of a history have that shape, and
+        # so it goes into checkpoints and run directories like any other.
         skipped = bad_steps(emitted, replicas)[:, None, None]
         arrays["skipped"] = np.broadcast_to(skipped, arrays["loss"].shape)
         return None

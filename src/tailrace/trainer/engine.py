@@ -369,7 +369,7 @@ class Engine:
         def run(
             runner: LoopRunner,
             state: LoopState,
-            block: Any = block,
+            block: Staged | None = block,
             following: int | None = following,
         ) -> Any:
             return runner.dispatch(state, length, numbers, following, period, block)

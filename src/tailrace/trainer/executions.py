@@ -15,6 +15,7 @@ from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
 
 
+# Compared by identity: `==` of the fields would compare arrays, and wait for the device.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ticket:
     """An execution in flight, whose results are not collected yet.
@@ -71,6 +72,7 @@ class Results:
     @property
     def records(self) -> Records:
         """The emissions of its taps alone, as records by name."""
+        # Made when asked for: a fit adds the same parts to the records of all its executions.
         records = Records()
         for part in self.parts:
             records.add(part)

@@ -21,6 +21,7 @@ from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
+from tailrace.program.step.loss_scale import ScaleState
 from tailrace.program.step.train_state import TrainState
 from tailrace.trainer.costs.memory_plan import on_host
 
@@ -114,7 +115,7 @@ def begin_state(
     params: Tree,
     first: FirstState,
     model_state: Tree,
-    scale: Any,
+    scale: ScaleState | None,
     placement: Placement,
     keeping: StateKeeping | None,
     *,

@@ -87,7 +87,7 @@ class Sentinel:
         self.injected: Callable[[LoopState], None] | None = None
         """Called between the checks of a state and its use: where tests flip bits."""
 
-    def expects(self, words: Any) -> None:
+    def expects(self, words: jax.Array | None) -> None:
         """The digests that the next execution must find; None where the state is set from outside."""
         self._after = words
 
@@ -145,7 +145,7 @@ class Sentinel:
             self._loud[runner] = runner.observing(wanted)
         loud = self._loud[runner]
         # Each time, not once: a fit may have changed them since, and a loop with other room is
-        # another program, which may round otherwise.
+        # another program, which may round differently.
         loud.capacity, loud.muted, loud.packed = runner.capacity, runner.muted, runner.packed
         loud.keep_elements = runner.keep_elements
         return loud
@@ -160,7 +160,11 @@ class Sentinel:
     # -- comparing ------------------------------------------------------------------------------
 
     def check(
-        self, ticket: Ticket, marks: Mapping[str, int], losses: np.ndarray, others: Any
+        self,
+        ticket: Ticket,
+        marks: Mapping[str, int],
+        losses: np.ndarray,
+        others: np.ndarray | None,
     ) -> None:
         """Raise if the state changed at rest, or if two runs of an execution differ.
 
@@ -168,7 +172,7 @@ class Sentinel:
             ticket: the execution.
             marks: its fingerprints.
             losses: its losses.
-            others: the losses of the second run.
+            others: the losses of the second run; None if there was none.
         """
         watch, first = ticket.watch, ticket.first_step
         if watch.expected is not None:
@@ -177,8 +181,10 @@ class Sentinel:
             )
             if names := [name for name, before, now in pairs if before != now]:
                 raise _corrupted(first, names, f"between executions, before step {first}")
-        if watch.emitted is None:
+        if watch.emitted is None or others is None:
             return
+        # As if the second run had been an execution of its own: the same code makes its
+        # fingerprints, so only the bits can differ.
         second = dataclasses.replace(ticket, emitted=watch.emitted, digests=watch.digests)
         found = self.digests.of(second, others)[0]
         # By group first: the digests of single tensors are read only if something differs.
@@ -193,6 +199,7 @@ class Sentinel:
         if ticket.watch.sight is not None and (found := _differing(ticket, second)):
             step = min(found.values())
             return step, [name for name, first in found.items() if first == step]
+        # Without digests of tensors, losses tell the step, and the state at the end which leaves.
         pairs = zip(losses, others, strict=True)
         differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
         # Losses equal, state different: the fault came after the last loss was computed, as far as
@@ -240,7 +247,7 @@ def flip(array: jax.Array, index: int, bit: int) -> jax.Array:
 
 
 def check_share(share: object) -> float:
-    """What `sentinel=` was given."""
+    """Parse the value of `sentinel=`."""
     if share is None:
         return 0.0
     if isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1:

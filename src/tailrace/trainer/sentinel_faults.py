@@ -1,4 +1,4 @@
-"""Faults on purpose: a rewrite of a training program that flips one bit of one tensor, once.
+"""Deliberate faults: a rewrite of a training program that flips one bit of one tensor, once.
 
     Faults(engine).arm(Fault("activation/net", step=7, index=3, bit=30))
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from tailrace.taps.catalogue import Entry
 from tailrace.taps.wanted import Wanted
 from tailrace.trainer.engine import Engine
 
+# By bytes per value. There is none for 8: such values exist only with `jax_enable_x64`.
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -71,15 +71,17 @@ class Faults:
         """Whether the fault that was armed has happened."""
         return self._armed is None
 
-    def _port(self, name: str, value: Any, step: Any) -> Any:
+    def _port(self, name: str, value: jax.Array, step: jax.Array) -> jax.Array:
         word = _WORDS[value.dtype.itemsize]
         form = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.uint32))
         index, mask = jax.pure_callback(functools.partial(self._asked, name), form, step)
         bits = lax.bitcast_convert_type(value, word).reshape(-1)
+        # Written in every step, mostly with a mask of 0: with and without a fault it is the same
+        # program, which rounds the same.
         bits = bits.at[index].set(bits[index] ^ mask.astype(word))
         return lax.bitcast_convert_type(bits.reshape(value.shape), value.dtype)
 
-    def _asked(self, name: str, step: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _asked(self, name: str, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         fault, mask, index = self._armed, 0, 0
         if fault is not None and (fault.name, fault.step) == (name, int(step)):
             # Disarmed by its first use: the second run of the same execution must be without it.

@@ -7,7 +7,7 @@ left behind. So the training program is the same with and without fingerprints, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from tailrace.jaxprs.marks import path_name
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.step.train_state import TrainState
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint, state_groups
 from tailrace.taps.bit_digests import digest_rows, joined, total
 from tailrace.taps.frame import Emission
@@ -34,7 +35,7 @@ class StateDigests:
         keeping: how the optimizer's state is held, if not plainly.
     """
 
-    def __init__(self, form: Any, keeping: StateKeeping | None) -> None:
+    def __init__(self, form: TrainState, keeping: StateKeeping | None) -> None:
         paths = jax.tree_util.tree_flatten_with_path(form)[0]
         self.names = [path_name(path) for path, _ in paths]
         self._sizes: list[int | None] = [None] * len(paths)
@@ -84,7 +85,7 @@ class StateDigests:
         return jax.jit(compute, out_shardings=out)
 
 
-def element_digests(words: Any, steps: int, microbatches: int, replicas: int) -> np.ndarray:
+def element_digests(words: jax.Array, steps: int, microbatches: int, replicas: int) -> np.ndarray:
     """The digest of each element of an execution, [steps, microbatches, replicas]."""
     found = joined(words)[: steps * microbatches]
     return found.reshape(steps, microbatches, replicas)
@@ -92,8 +93,8 @@ def element_digests(words: Any, steps: int, microbatches: int, replicas: int) ->
 
 def fingerprint_of(
     names: Sequence[str],
-    digests: Any,
-    emitted: Mapping[Any, Emission],
+    digests: jax.Array,
+    emitted: Mapping[Hashable, Emission],
     losses: np.ndarray,
     elements: np.ndarray | None,
     first_step: int,

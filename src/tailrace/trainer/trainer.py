@@ -22,7 +22,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
-from tailrace.profiling.timeline.trace import as_trace
+from tailrace.profiling.timeline.trace import Trace, as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -159,6 +159,8 @@ class Trainer(Measuring, LookingBack):
         log: Log = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        # The engine knows trees of arrays and functions of them; whatever else was given is bound
+        # to these.
         self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.config, logged = check_config(config), parse_log(log)
         self.engine = Engine(
@@ -182,6 +184,7 @@ class Trainer(Measuring, LookingBack):
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine), timed=True)
         most = check_count("observe_bytes", observe_bytes, at_least=0, error=OptionError)
         self._fits = Fits(self.engine, self._journal, parse_steps(steps_per_execution), most)
+        # With the step of the engine: an evaluation of the loss is the computation that is trained.
         self._evaluator = Evaluator(
             self.engine.step_function, self.engine.placement, self.engine.seed
         )
@@ -327,7 +330,7 @@ class Trainer(Measuring, LookingBack):
         progress: bool | None = None,
         timeout_s: float | None = None,
         inputs: Sequence[Any] | None = None,
-        trace: Any = None,
+        trace: Trace | str | os.PathLike[str] | None = None,
     ) -> History:
         """Train.
 
@@ -364,6 +367,7 @@ class Trainer(Measuring, LookingBack):
             CheckpointError: the checkpoint belongs to another fit, or cannot be read or written.
             ProgramError: another fit of this trainer is running.
         """
+        # What can be refused is refused here, before anything is read, traced or written.
         self._check_alone()
         engine, duration = self.engine, Duration.of(steps, epochs)
         Patience(timeout_s)  # refused here, not once the program is traced
@@ -384,6 +388,7 @@ class Trainer(Measuring, LookingBack):
             agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
             validation,
             check_callbacks(callbacks, validation.has_data),
+            # One progress bar for all processes.
             progress if distributed.writes() else False,
             self._fits.saving(checkpoint, duration, validation),
             timeout_s,
@@ -482,6 +487,7 @@ class Trainer(Measuring, LookingBack):
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
                 f"as predict(dataset, fn)."
             )
+        # A copy: the caller may go on training while results are read.
         if live:
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)

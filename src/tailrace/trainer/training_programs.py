@@ -124,7 +124,7 @@ class TrainingPrograms:
         spec = next(reversed(self._sights)) if example is None else None
         infeed = InfeedQueue([example]) if spec is None else self._runners[spec].infeeds[0]
 
-        def train(state: TrainState, _: Any) -> TrainState:
+        def train(state: TrainState, _: object) -> TrainState:
             return step.loop(state, infeed)
 
         with listing_activations() as found:

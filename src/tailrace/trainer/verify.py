@@ -134,6 +134,7 @@ def verify(
     bound, pipeline = bind(pipeline, params, model_state)
     params, model_state = bound.params, bound.model_state
     count = pipeline.accumulation.microbatches * replicas
+    # A batch may itself be a list: only one of exactly this length is taken for elements.
     elements = batch if isinstance(batch, list) and len(batch) == count else [batch] * count
 
     def whole(*args: Any) -> Any:
@@ -168,6 +169,7 @@ def verify(
 
 
 def _difference(name: str, plain: np.ndarray, piped: np.ndarray) -> Difference:
+    # In double precision: the difference of two 16-bit values need not be one.
     a, b = plain.astype(np.float64), piped.astype(np.float64)
     absolute = float(np.abs(a - b).max(initial=0.0))
     scale = float(np.abs(a).max(initial=0.0))

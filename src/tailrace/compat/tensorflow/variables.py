@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.compat.arguments import Index, SessionLike
+from tailrace.compat.arguments import SessionLike
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
     current_session,
@@ -26,7 +26,7 @@ from tailrace.compat.ipu.graph.variable_parts import add_methods, part
 from tailrace.compat.nests import leaves
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
-from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.data.array_like import DTypeLike, Index, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 

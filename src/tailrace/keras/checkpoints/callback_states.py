@@ -24,6 +24,7 @@ LENGTH = "length of the file"
 ARRAY = "stored array"
 """The placeholder of an array in a note; no attribute has such a name."""
 
+# Keras sets these when a fit begins.
 _NOT_STATE = ("params", "_params", "model", "_model")
 
 
@@ -31,23 +32,26 @@ class _NotPlain(Exception):
     """A value that cannot be saved."""
 
 
-def plain_state(callback: Any) -> dict[str, Any]:
+def plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """The attributes of a callback that can be saved, encoded; arrays are unchanged."""
-    if callable(getattr(callback, "get_state", None)):
+    own: Any = callback
+    if callable(getattr(own, "get_state", None)):
         try:
-            return {name: _encoded(value) for name, value in callback.get_state().items()}
+            return {name: _encoded(value) for name, value in own.get_state().items()}
         except _NotPlain:
             raise CheckpointError(
                 f"get_state of a callback returns a dict of numbers, strings, lists, dicts and NumPy "
                 f"arrays. Received: something else from {type(callback).__name__}."
             ) from None
     found: dict[str, Any] = {}
+    # All attributes, underscored ones too: nothing else tells what is state.
     for name, value in vars(callback).items():
         try:
             if name not in _NOT_STATE:
                 found[name] = _encoded(value)
         except _NotPlain:
             continue
+    # Its file is state as well: rows after the checkpoint come again, and are to be cut off.
     if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
         if not callback.csv_file.closed:
             callback.csv_file.flush()
@@ -69,20 +73,23 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def set_plain_state(callback: Any, state: Mapping[str, Any]) -> None:
+def set_plain_state(callback: keras.callbacks.Callback, state: Mapping[str, Any]) -> None:
     """Restore the state of a callback."""
     decoded = {name: _decoded(value) for name, value in state.items() if name != LENGTH}
-    if callable(getattr(callback, "set_state", None)):
-        callback.set_state(decoded)
+    own: Any = callback
+    if callable(getattr(own, "set_state", None)):
+        own.set_state(decoded)
     else:
-        if "min_delta" in state and getattr(callback, "monitor_op", callback) is None:
-            callback._set_monitor_op()  # Keras also flips the sign of min_delta here
-        vars(callback).update(decoded)
+        if "min_delta" in state and getattr(own, "monitor_op", own) is None:
+            own._set_monitor_op()  # Keras also flips the sign of min_delta here
+        vars(own).update(decoded)
 
 
-def reopen(callback: Any, state: Mapping[str, Any]) -> Callable[[], None]:
+def reopen(callback: keras.callbacks.Callback, state: Mapping[str, Any]) -> Callable[[], None]:
     """Let a CSVLogger append to its file; returns a function to call once training has begun."""
-    if LENGTH not in state or not Path(callback.filename).exists():
+    if LENGTH not in state or not isinstance(callback, keras.callbacks.CSVLogger):
+        return lambda: None
+    if not Path(callback.filename).exists():
         return lambda: None
     # Rows after the checkpoint will be written again.
     os.truncate(callback.filename, min(state[LENGTH], os.path.getsize(callback.filename)))

@@ -33,8 +33,11 @@ def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
         batches=pacing.batches,
         per_step=pacing.unit,
         execution=pacing.execution,
+        # With steps_per_epoch, an epoch reads on where the one before ended.
         continues=steps is not None or read_once(x),
         size=batches_in(x, call["batch_size"], steps, share),
+        # tf.data has generators of its own. Of arrays the order is drawn when an epoch begins,
+        # except with shuffle="batch".
         draws=not from_tensorflow and (not arrays or call["shuffle"] == "batch"),
         dataset=x if from_tensorflow or read_once(x) else None,
     )

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from tailrace.devices.processes import distributed
@@ -22,6 +23,8 @@ from tailrace.keras.checkpoints.callback_states import with_arrays, without_arra
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
 from tailrace.keras.data.batch_counts import read_once
 from tailrace.keras.programs.executions import Resumed
+from tailrace.keras.programs.steps import Stepping
+from tailrace.keras.programs.train import Training
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
@@ -44,6 +47,9 @@ LOOKED_AT = 4
 
 KIND = "keras"
 """The entry of the note that identifies checkpoints of Keras models."""
+
+TrainingProgram = Training | Stepping
+"""A program that trains, by the engine's step or by Keras'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +95,16 @@ class Keeping:
         number: int,
         at_epochs: bool = False,
         removed: bool = False,
-        backup: Any = None,
+        backup: keras.callbacks.BackupAndRestore | None = None,
     ) -> None:
         self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
-        self._run_end: Any = None
+        self._run_end: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray] = {}
-        self._program: Any = None
+        self._trained_by: TrainingProgram | None = None
         self._first_step = 0
         self._form: FitForm | None = None
 
@@ -119,6 +125,8 @@ class Keeping:
                     shutil.rmtree(directory.directory / f"fit-{self._writer.fit}")
             finally:
                 self._writer.close()
+        # The directory too, unless other fits have checkpoints in it; after the lock, whose file it
+        # holds.
         if self._removed and not directory.found():
             with suppress(OSError):
                 shutil.rmtree(directory.directory)
@@ -172,6 +180,7 @@ class Keeping:
         return found["epoch"] > form.epochs
 
     def _check(self, found: Mapping[str, Any], form: FitForm) -> None:
+        # What decides where epochs and steps end. Lengths that lead to the same places may differ.
         here = {
             "batches of an epoch": (form.batches, found["batches"]),
             "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
@@ -187,7 +196,7 @@ class Keeping:
             if now != then:
                 raise self._another(what, then, now)
 
-    def _another(self, what: str, then: Any, now: Any) -> CheckpointError:
+    def _another(self, what: str, then: object, now: object) -> CheckpointError:
         return CheckpointError(
             f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to another "
             f"training: {what}: {then!r} there, {now!r} here. Use what it was saved with, or another "
@@ -216,6 +225,7 @@ class Keeping:
             batches = (lambda: used.extend(itertools.islice(dataset, 1)), "batches")
             _repeat(found["taken"], *batches, dataset, patience)
             return (batch for batch in used)
+        # The pass in which the fit goes on is begun by Keras, and skipped to its place there.
         under_way = bool(found["taken"]) and not self.finished
         passes = (lambda: next(iter(dataset), None), "passes over the data")
         _repeat(found["begun"] - under_way, *passes, dataset, patience)
@@ -235,9 +245,14 @@ class Keeping:
             return []
         return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
 
-    def begin(self, program: Any, model: Any) -> None:
+    @property
+    def _program(self) -> TrainingProgram:
+        assert self._trained_by is not None
+        return self._trained_by
+
+    def begin(self, program: TrainingProgram, model: keras.Model) -> None:
         """Restore the state, once Keras has built the model."""
-        self._program = program
+        self._trained_by = program
         self._first_step = program.steps
         # The counts are per fit, and the program is kept from fit to fit.
         program.begun = program.taken = 0
@@ -257,11 +272,12 @@ class Keeping:
         program.take_up(found["step"], history, self._run_end)
         set_random_state(found["random"])
         # In place: callbacks and Keras hold this History object already.
-        model.history.epoch = list(found["history"]["epoch"])
-        model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
+        shown: Any = model.history
+        shown.epoch = list(found["history"]["epoch"])
+        shown.history = {name: list(v) for name, v in found["history"]["logs"].items()}
         self._writer.started_at(found["step"])
 
-    def put_values(self, program: Any, of_replicas: bool = False) -> None:
+    def put_values(self, program: TrainingProgram, of_replicas: bool = False) -> None:
         """Restore the values of the variables.
 
         Variables are identified by their order: Keras numbers the names of layers as they are created.
@@ -301,6 +317,8 @@ class Keeping:
             # The data that is under way shuffled with these numbers when it was begun, and is begun
             # again now.
             set_random_state(found["random_then"])
+        # If reading draws random numbers itself, skipping has drawn those of the first run, and the
+        # state is right as it is.
         return Resumed(
             found["done"],
             found["taken"],
@@ -326,7 +344,7 @@ class Keeping:
 
     def save(
         self,
-        model: Any,
+        model: keras.Model,
         position: Mapping[str, Any],
         callbacks: list[Any],
         *,
@@ -358,10 +376,11 @@ class Keeping:
             self._writer.wait(last=True)
 
     def _snapshot(
-        self, model: Any, position: Mapping[str, Any], callbacks: list[Any], ended: bool
+        self, model: keras.Model, position: Mapping[str, Any], callbacks: list[Any], ended: bool
     ) -> Snapshot:
         program, form = self._program, self._form
         assert form is not None
+        # By number: Keras counts names up in a process, so `dense_1` here may be `dense` there.
         values = {f"{STATE}{number}": value for number, value in enumerate(program.values())}
         arrays: dict[str, Any] = dict(copied(values))
         arrays |= history_arrays(program.history)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsFloat
 
 import keras
 
@@ -13,7 +13,7 @@ from tailrace.keras.checkpoints.callback_states import (
     reopen,
     set_plain_state,
 )
-from tailrace.keras.checkpoints.keeping import Keeping
+from tailrace.keras.checkpoints.keeping import Keeping, TrainingProgram
 from tailrace.keras.checkpoints.random_sources import random_state
 from tailrace.keras.programs.pacing import Pacing
 
@@ -35,11 +35,11 @@ class KeptCallbacks(keras.callbacks.CallbackList):
 
     def __init__(
         self,
-        callbacks: Any,
+        callbacks: object,
         keeping: Keeping,
         pacing: Pacing,
-        users: list[Any],
-        program: Any,
+        users: list[keras.callbacks.Callback],
+        program: Callable[[], TrainingProgram],
         epoch: int,
         **params: Any,
     ) -> None:
@@ -71,7 +71,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         # After they have begun: most callbacks reset their attributes there, so only what changes
         # later is state.
         self._before = [plain_state(one) for one in self._users]
-        self._keeping.begin(self._program(), self.model)
+        model: Any = self.model
+        self._keeping.begin(self._program(), model)
         for callback, state in zip(self._users, states, strict=False):
             set_plain_state(callback, state)
         if not self._keeping.took_up:
@@ -164,10 +165,11 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             "logs": {name: _number(value) for name, value in dict(self._logs).items()},
             "random_then": self._random_then,
         }
-        self._keeping.save(self.model, position, states, **kind)
+        model: Any = self.model
+        self._keeping.save(model, position, states, **kind)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: SupportsFloat) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):

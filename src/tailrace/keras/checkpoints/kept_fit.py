@@ -44,6 +44,7 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
     if keeping.finished:  # nothing is computed, and no callback is called
         call["callbacks"], call["verbose"], ended, listeners = None, 0, listeners, []
     listen(adopted.model, adopted.settings, pacing, call)
+    # What Keras gives to a list of callbacks that it makes itself.
     params = {name: call[name] for name in ("verbose", "epochs")}
     params["steps"] = call["steps_per_epoch"] or pacing.batches
     if isinstance(call["callbacks"], keras.callbacks.CallbackList):

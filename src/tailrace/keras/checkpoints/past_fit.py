@@ -94,9 +94,10 @@ class PastTraining(Training):
             block.on(self._sharding, self.replicas)
         self._dirty = True
         # A block of one step ran in a program without a loop (`Training._run`), which rounds
-        # otherwise.
+        # differently.
         alone = block.staged.room == self.per_step // self.replicas
         replayed.take(engine, block.form.feed, block.staged, exact=alone)
+        # Keras' loop ends after this execution, as for a callback that stops it.
         if replayed.done:
             self.model.stop_training = True
         return None, {}
@@ -215,6 +216,7 @@ def _apart(adopted: AnyAdopted, past: PastFit, observe: Observe) -> Iterator[Non
     function, taps, run_dir = model.train_function, settings.observe, settings.run_dir
     own = [taps] if isinstance(taps, str) else [*taps]
     settings.observe, settings.run_dir = looking_back(own, observe), None
+    # Keras makes a function where there is none: it is then that of `PastTraining`.
     adopted.past, adopted.programs, model.train_function = past, dict(programs), None
     adopted.programs.pop("train", None)
     try:

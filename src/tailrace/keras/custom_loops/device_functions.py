@@ -83,7 +83,7 @@ class DatasetIterator:
     dtype('float32')
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.infeed = InfeedQueue(dataset)
 
     def __iter__(self) -> DatasetIterator:
@@ -139,6 +139,7 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
     6.0
     """
     running = _current("tk.repeat")
+    # Once, outside of a loop: layers are built by a single call.
     if running.looking:
         body()
         return
@@ -195,6 +196,7 @@ def value_and_grad(
     for variable in variables:
         if id(variable) not in known:
             raise _unknown(f"tk.value_and_grad is asked for the gradient in {variable.path!r}")
+    # Others keep their values: JAX differentiates in its arguments only.
     wanted = [known[id(variable)] for variable in variables]
     values = running.values()
 
@@ -272,7 +274,7 @@ class DeviceFunctions:
 
 
 def _program(call: Callable[[Any], Any], variables: list[Any]) -> Callable[..., Any]:
-    def device_function(values: Tree, arrays: Any) -> Any:
+    def device_function(values: Tree, arrays: Tree) -> Any:
         running = Running(variables)
         token = _running.set(running)
         try:
@@ -290,6 +292,7 @@ def _looked_through(call: Callable[[Any], Any], arrays: list[Any], reached: list
     try:
         models = [one for one in reached if isinstance(one, keras.layers.Layer)]
         optimizers = [one for one in reached if isinstance(one, keras.optimizers.Optimizer)]
+        # A model that is built is not traced for it: tracing a large one takes seconds.
         if not all(layer.built for layer in models):
             _build(call, arrays)
         trained = [v for model in models for v in model.trainable_variables]
@@ -318,4 +321,5 @@ def _is_array(value: object) -> bool:
 
 
 def _identity(value: object) -> Hashable:
+    # Numbers by value: an equal one needs no other program.
     return value if isinstance(value, int | float | str | bool | None) else id(value)

@@ -14,14 +14,14 @@ from typing import Any
 
 import keras
 
-_KINDS = (
-    keras.layers.Layer,
-    keras.optimizers.Optimizer,
-    keras.metrics.Metric,
-    keras.random.SeedGenerator,
-    keras.Variable,
+Reachable = (
+    keras.layers.Layer
+    | keras.optimizers.Optimizer
+    | keras.metrics.Metric
+    | keras.random.SeedGenerator
+    | keras.Variable
 )
-
+"""An object with variables."""
 
 DEEPEST, LONGEST = 8, 1000
 """The depth of the search, and the most items of a container to search: data have more."""
@@ -30,11 +30,11 @@ DEEPEST, LONGEST = 8, 1000
 def reached_by(function: Callable[..., Any], given: object) -> list[Any]:
     """The objects with variables that a function called with `given` may use, each once."""
     seen: dict[int, Any] = {}
-    found = [one for one in _inside(given, seen) if isinstance(one, _KINDS)]
-    return found + [one for one in _inside(function, seen) if isinstance(one, _KINDS)]
+    found = [one for one in _inside(given, seen) if isinstance(one, Reachable)]
+    return found + [one for one in _inside(function, seen) if isinstance(one, Reachable)]
 
 
-def variables_of(one: Any) -> list[Any]:
+def variables_of(one: Reachable) -> list[Any]:
     """The variables of such an object."""
     if isinstance(one, keras.Variable):
         return [one]
@@ -48,7 +48,7 @@ def _inside(value: object, seen: dict[int, Any], depth: int = 0) -> Iterator[Any
         return
     # With the value, so that its id is not used again during the search.
     seen[id(value)] = value
-    if isinstance(value, _KINDS):
+    if isinstance(value, Reachable):
         yield value
     else:
         for part in _parts(value):
@@ -72,6 +72,7 @@ def _parts(value: object) -> Iterator[Any]:
                 continue
         for name in _names(value.__code__):
             yield value.__globals__.get(name)
+    # Not into classes and modules: from there everything can be reached.
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | Callable):
         yield vars(value) if not _is_library(type(value)) else None
         yield getattr(value, "variables", None)
@@ -86,5 +87,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
+    # A function of a library reaches what it is given, and no model of the user's besides.
     module = (function.__module__ or "").split(".")[0]
     return module in ("keras", "jax", "numpy", "tensorflow", "torch", "tailrace")

@@ -33,6 +33,7 @@ def batches_in(
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches
+    # Before the questions below: an iterator may have a length that says nothing of what is left.
     if read_once(x):
         return None
     if hasattr(x, "dataset") and hasattr(x, "batch_size"):  # DataLoader
@@ -45,6 +46,7 @@ def batches_in(
     leaves = [leaf for leaf in jax.tree.leaves(x) if hasattr(leaf, "__len__")]
     if not leaves or any(not hasattr(leaf, "shape") for leaf in leaves):
         return None
+    # Rounded down, as Keras splits validation data off.
     examples = math.floor(int(np.shape(leaves[0])[0]) * share)
     if not batch_size:  # as Keras chooses it
         batch_size = math.ceil(examples / steps) if steps else 32

@@ -62,6 +62,7 @@ class Form:
 
     def __post_init__(self) -> None:
         dtypes = [leaf.dtype for leaf in self.spec.leaves]
+        # Once: `alone` is called for every batch of a small model.
         self._parts = list(zip(self.order, dtypes, strict=True))
 
     def alone(self, leaves: Sequence[Any]) -> tuple[np.ndarray, ...]:
@@ -92,9 +93,12 @@ class Batches:
         self._next_batch = on_host(iterator)
         self._shape, self._forms = shape, forms
         self._ended = False
+        # A batch that was read and is still to come: its size was asked for, or its form is
+        # another.
         self._held: tuple[Any, list[Any], Any] | None = None
         self._worker: Worker | None = None
         self._ahead: Future[Block | None] | None = None
+        # What is left of a block that was prefetched for a longer execution.
         self._rest: tuple[Form, list[np.ndarray]] | None = None
         self._bytes: int | None = None
         self.failure: Exception | None = None
@@ -103,7 +107,7 @@ class Batches:
     def bytes_per_batch(self) -> int:
         """The size of a batch, from the first one (which is not lost); 0 if there is none."""
         if self._bytes is None:
-            # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
+            # A read in this thread could not be interrupted: the dataset's `next` may block forever.
             stops = self._patience.stopped is not None
             first = self._waited(self._next) if stops else self._next()
             self._held = first
@@ -122,6 +126,8 @@ class Batches:
             ahead: the number of batches to prefetch for the next call.
             room: the number of batches that the block has room for on the device, if more.
         """
+        # A read that blocks cannot be interrupted: where waits can be stopped, a thread reads, and
+        # this one waits.
         if self._ahead is None and self._patience.stopped is not None:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
         with span("dataset wait", batches=count):
@@ -149,7 +155,7 @@ class Batches:
         """The next batch as the elements of one iteration, if it has this form.
 
         None at the end of the data, for a batch of another form (which `take` then delivers), and while
-        a thread reads: the long way, `take`, knows about all of them.
+        a thread reads: the long path, `take`, handles all of them.
         """
         if self._ahead is not None or self._rest is not None:
             return None
@@ -193,6 +199,8 @@ class Batches:
     def close(self) -> None:
         """Stop the thread; prefetched batches are dropped."""
         waiting, self._ahead = self._ahead, None
+        # A read that has not begun is cancelled. One that runs gets a moment: it may block for
+        # ever.
         late = waiting is not None and not waiting.cancel() and not wait([waiting], STOP_S).done
         if self._worker is not None:
             self._worker.stop(0.0 if late else STOP_S)  # a blocked read is abandoned
@@ -216,6 +224,7 @@ class Batches:
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
+        # Over replicas, even one batch has a place in a block.
         spread = isinstance(sharding, jax.sharding.NamedSharding)
         if max(count, room) == 1 and not spread:  # transferred with the call, as in Keras
             alone = form.alone(leaves)
@@ -268,6 +277,7 @@ class Batches:
             return held
         if self._ended:
             return None
+        # For messages about a wait, which another thread may write.
         self._since = time.monotonic()
         try:
             batch = self._next_batch()
@@ -282,6 +292,8 @@ class Batches:
         else:
             leaves, structure = jax.tree.flatten(batch)
             leaves = [leaf if type(leaf) is np.ndarray else np.asarray(leaf) for leaf in leaves]
+        # Forms are looked up by this, for every batch: describing each would take longer than
+        # reading it.
         key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         return key, leaves, batch
 
@@ -318,6 +330,7 @@ def too_short(found: int, count: int) -> DataExhausted:
 def form_of(batch: Tree, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
     """The form of a batch; it shares its feed with another form that is equal to programs."""
     leaves, structure = jax.tree.flatten(batch)
+    # Here, and not in the program: the message has the path of the leaf.
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
     spec = ElementSpec.of(shape(batch))

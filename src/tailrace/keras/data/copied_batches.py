@@ -50,6 +50,7 @@ def _batches(generator: Iterator[Any]) -> Iterator[Any]:
 
 def _copy(batch: Tree) -> Any:
     def own(leaf: object) -> Any:
+        # Tensors of other libraries are fresh for each batch, as `copying` says.
         return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     return keras.tree.map_structure(own, batch)
@@ -59,6 +60,7 @@ class _CopiedDataset(keras.utils.PyDataset):
     """A dataset that hands out copies of another one's batches."""
 
     def __init__(self, inner: keras.utils.PyDataset) -> None:
+        # As the one inside: Keras starts its threads or processes by these.
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
         self._inner = inner
 

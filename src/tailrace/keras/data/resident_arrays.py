@@ -29,6 +29,10 @@ ONCE_BYTES = 64 << 20
 transferred while the device computes."""
 
 
+BatchRows = np.ndarray | slice
+"""The rows of one batch: their indices, or a range of them."""
+
+
 @dataclasses.dataclass(eq=False)
 class Rows:
     """The arrays that one fit reads, and the rule of its batches.
@@ -49,7 +53,7 @@ class Rows:
         """All arrays, in the order of a batch's leaves."""
         return jax.tree.leaves(self.data)
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Iterator[BatchRows]:
         """The rows of each batch: a slice, or their indices.
 
         >>> list(Rows((np.zeros(5), None, None), 2, False).epoch())
@@ -69,11 +73,16 @@ class Rows:
             else:
                 yield slice(start, stop)
 
-    def batch(self, rows: np.ndarray | slice) -> Tree:
+    def batch(self, rows: BatchRows) -> Tree:
         """A batch on the host."""
         return jax.tree.map(lambda array: array[rows], self.data)
 
-    def gathered(self, numbers: np.ndarray, arrays: Any, device: Device) -> list[jax.Array]:
+    def gathered(
+        self,
+        numbers: np.ndarray,
+        arrays: Sequence[tuple[np.ndarray, jax.ShapeDtypeStruct]],
+        device: Device,
+    ) -> list[jax.Array]:
         """Some rows of arrays, on the device: [*numbers.shape, *row] each.
 
         Args:
@@ -134,7 +143,7 @@ class RowNumbers(np.ndarray):
 
     source: np.ndarray | None
 
-    def __array_finalize__(self, made_from: Any) -> None:
+    def __array_finalize__(self, made_from: np.ndarray | None) -> None:
         """Called by numpy for each new array of this kind."""
         self.source = getattr(made_from, "source", None)
 
@@ -173,7 +182,7 @@ def numbers_of(batches: Sequence[Any]) -> np.ndarray:
 
 
 @jax.jit
-def _gather(arrays: list[Any], rows: Any) -> list[Any]:
+def _gather(arrays: list[jax.Array], rows: jax.Array) -> list[jax.Array]:
     # "clip" is plain gathering; the default would compare every index, to return NaN for one
     # outside.
     return [jnp.take(array, rows, axis=0, mode="clip") for array in arrays]

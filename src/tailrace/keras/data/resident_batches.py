@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
-from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
+from tailrace.keras.data.resident_arrays import BatchRows, RowNumbers, Rows, numbers_of
 from tailrace.spans.span import span
 
 
@@ -37,7 +37,7 @@ class ResidentBatches:
         self.iterator = iterator
         self._shape, self._forms, self._rows = shape, forms, rows
         self._epoch = rows.epoch()
-        self._held: Any = None
+        self._held: BatchRows | None = None
 
     def bytes_per_batch(self) -> int:
         """The size of a batch."""
@@ -58,6 +58,8 @@ class ResidentBatches:
             return Block(form, 1, Staged(list(alone), alone, 1, replicas), sharding)
         numbers = numbers_of(taken)
         arrays = self._leaves(self._rows.data, form)
+        # Numbers in place of rows: who needs the elements of a step (a guard, a replay) looks them
+        # up.
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
         # Padded, so that a short block runs in the program of the long ones.
         padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
@@ -87,8 +89,8 @@ class ResidentBatches:
     def close(self) -> None:
         """Do nothing: there is no thread."""
 
-    def _next_of_one_size(self, count: int) -> list[Any]:
-        taken: list[Any] = []
+    def _next_of_one_size(self, count: int) -> list[BatchRows]:
+        taken: list[BatchRows] = []
         while len(taken) < count:
             rows, self._held = self._held, None
             rows = next(self._epoch, None) if rows is None else rows
@@ -100,8 +102,9 @@ class ResidentBatches:
             taken.append(rows)
         return taken
 
-    def _form(self, rows: Any) -> Form:
+    def _form(self, rows: BatchRows) -> Form:
         leaves, structure = jax.tree.flatten(self._rows.data)
+        # The last batch of an epoch may be smaller, and then has another form.
         key = (structure, _size(rows), *[(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key not in self._forms:
             self._forms[key] = form_of(self._rows.batch(rows), self._shape, self._forms.values())
@@ -113,5 +116,5 @@ class ResidentBatches:
         return [(leaves[n], spec) for n, spec in zip(form.order, form.spec.leaves, strict=True)]
 
 
-def _size(rows: Any) -> int:
+def _size(rows: BatchRows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

@@ -73,7 +73,9 @@ def with_scale(changed: TensorLike, before: TensorLike, scale: TensorLike) -> An
 class Updates:
     """A Keras optimizer with the methods that the engine calls."""
 
-    def __init__(self, optimizer: Any, layout: Layout, start: dict[str, Any]) -> None:
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, layout: Layout, start: dict[str, Any]
+    ) -> None:
         check_optimizer(optimizer)
         self.optimizer, self._layout, self._start = optimizer, layout, start
         wrappers = wrappers_of(optimizer)

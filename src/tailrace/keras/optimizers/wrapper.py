@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -87,6 +87,8 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def _ask(self, grads: list[Any], values: Tree, variables: list[Any]) -> tuple[list[Any], Any]:
         """The gradients of one batch after this wrapper and those directly inside; and the wrappers."""
+        # All wrappers up to the next loss scaler at once, the innermost first: each would otherwise
+        # be asked by the one around it, which had changed the gradients before.
         group = directly_inside(self)
         if id(self) in _asked.get():
             return grads, group
@@ -103,7 +105,7 @@ class Wrapper(keras.optimizers.Optimizer):
         """The variables of the wrapped optimizer."""
         return self.inner_optimizer.variables
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Iterable[keras.Variable]) -> None:
         """Build the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
@@ -124,7 +126,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def apply(self, grads: Tree, trainable_variables: Tree = None) -> None:
         """One update of the variables themselves, outside of a program."""
-        variables = None if trainable_variables is None else list(trainable_variables)
+        variables: Any = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
             self.build(variables)
         if variables is None:
@@ -132,6 +134,7 @@ class Wrapper(keras.optimizers.Optimizer):
         grads, group = self._ask(list(grads), lambda: [v.value for v in variables], variables)
         with asked(group):
             grads = self.before_apply(grads, variables)
+            # A user's `apply_gradients` is meant to be called; Keras' own only calls `apply`.
             if overrides(self.inner_optimizer, "apply_gradients", keras.optimizers.Optimizer):
                 self.inner_optimizer.apply_gradients(zip(grads, variables, strict=True))
             else:

@@ -216,6 +216,7 @@ def wrappers_of(optimizer: keras.optimizers.Optimizer) -> list[Wrapper]:
 
 def wrappers_by_scale(optimizer: keras.optimizers.Optimizer) -> tuple[list[Wrapper], list[Wrapper]]:
     """The wrappers outside of a loss scaler, and those inside; without a scaler, all are outside."""
+    # Those inside see gradients after they were divided by the scale, those outside before.
     inside = wrappers_of(scaling(optimizer))
     return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
 

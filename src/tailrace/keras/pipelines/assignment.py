@@ -18,7 +18,7 @@ from tailrace.keras.pipelines.assignment_classes import (
     assigned,
     plain_stages,
 )
-from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, has_flow, run_flow
+from tailrace.keras.pipelines.graph import Call, Flow, Stages, Tensor, flow_of, has_flow, run_flow
 from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.settings.options import Settings
 from tailrace.pipeline.balance_cuts import balanced_cut
@@ -42,7 +42,7 @@ class Assigning:
         return assigned(self.model, stages_of(self.model))
 
     def set_pipeline_stage_assignment(
-        self, pipeline_stage_assignment: Any, stages: int | None = None
+        self, pipeline_stage_assignment: Stages | str, stages: int | None = None
     ) -> None:
         """Assign layer calls to stages.
 
@@ -108,6 +108,7 @@ def balanced(model: keras.Model, stages: int) -> list[Any]:
     flow = flow_of(model)
     layers = [call for call in flow.calls if call.is_layer]
     costs = _costs(model, flow, layers)
+    # Stages are runs of layers in the order of the graph, in which each comes after its inputs.
     cut = balanced_cut(costs, stages)
     numbers = iter(np.searchsorted(cut, range(len(layers)), side="right").tolist())
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.pipelines.graph import Call, Flow, flow_of, has_flow
+from tailrace.keras.pipelines.graph import Call, Flow, Stages, flow_of, has_flow
 from tailrace.keras.pipelines.stage_scope import CALLS, MADE
 from tailrace.keras.pipelines.staged_forward import Opened, by_call, called_layers, check_order
 
@@ -54,14 +54,16 @@ class NestedModelStageAssignment:
     pipeline_stage_assignments: list[Any]
 
 
-def assigned(model: keras.Model, stages: Any) -> list[Any]:
+def assigned(model: keras.Model, stages: Stages | None) -> list[Any]:
     """Assignments for all layer calls of a model, with these stages, or None."""
     if not has_flow(model):
         return _assigned_calls(called_layers(model), stages, collections.Counter())
     return _assigned(flow_of(model), stages)
 
 
-def _assigned_calls(opened: Opened, stages: Any, calls: collections.Counter[int]) -> list[Any]:
+def _assigned_calls(
+    opened: Opened, stages: Stages | int | None, calls: collections.Counter[int]
+) -> list[Any]:
     """Those of a subclassed model, whose calls are counted by layer."""
     found: list[Any] = []
     given = stages if isinstance(stages, list) else [stages] * len(opened.calls)
@@ -75,7 +77,7 @@ def _assigned_calls(opened: Opened, stages: Any, calls: collections.Counter[int]
     return found
 
 
-def _assigned(flow: Flow, stages: Any) -> list[Any]:
+def _assigned(flow: Flow, stages: Stages | None) -> list[Any]:
     layers = {(c.path, c.node_index): c.operation for c in flow.calls if c.is_layer}
     found: list[Any] = []
     given = [None] * len(flow.tree) if stages is None else stages
@@ -121,6 +123,7 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
             found.append(_matched(entries, each, one.nested_model.name))
             continue
         stage = getattr(value, "pipeline_stage", value)
+        # A plain number names no layer: then the order alone counts.
         layer = getattr(value, "layer", None)
         if layer is not None and layer is not one.layer:
             raise OptionError(
@@ -145,7 +148,7 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
     return found
 
 
-def _flat(stages: Any, path: tuple[int, ...] = ()) -> list[tuple[int, tuple[int, ...]]]:
+def _flat(stages: Stages, path: tuple[int, ...] = ()) -> list[tuple[int, tuple[int, ...]]]:
     found: list[tuple[int, tuple[int, ...]]] = []
     for number, stage in enumerate(stages):
         if isinstance(stage, list):
@@ -177,7 +180,7 @@ def _check_chain(stages: list[int], assignments: list[Any]) -> None:
             )
 
 
-def check_no_gaps(stages: Any) -> int:
+def check_no_gaps(stages: Stages) -> int:
     """The number of stages; checks that each has a layer."""
     used = {stage for stage, _ in _flat(stages)}
     highest = max(used)
@@ -224,5 +227,6 @@ def noted_stages(model: keras.Model) -> list[Any] | None:
                 f"All layers of a pipelined model must have an associated pipeline stage. However, "
                 f"{part.operation.name} has not been assigned to one."
             )
+    # Here, while the model is made: the traceback leads to the lines that gave the stages.
     check_order(flow, by_call(flow, stages))
     return stages

@@ -22,6 +22,9 @@ from tailrace.keras.pipelines.masks import with_mask
 Tensor = tuple[str, int, int]
 """A tensor: the path of the layer that makes it, which of its calls, which of its outputs."""
 
+Stages = list[Any]
+"""The stage of each layer call: a number, or a list of such for a model inside."""
+
 
 @dataclasses.dataclass(eq=False)
 class Call:
@@ -128,6 +131,7 @@ def _same(value: object) -> Any:
 def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
     check_graphs()
     config = _described(model)
+    # By name: unique in a Functional model, and what the description refers to.
     operations = {operation.name: operation for operation in model.operations}
     nodes: dict[tuple[str, int], tuple[Any, Any, list[Tensor]]] = {}
     for described in config["layers"]:
@@ -145,6 +149,8 @@ def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
         outside = (f"{path}{tensor[0]}", tensor[1], tensor[2])
         return renamed.get(outside, outside)
 
+    # Back from the outputs: layers may have been called in other models too, and those calls are
+    # not ours.
     wanted = [leaf.tensor for leaf in keras.tree.flatten(outputs)]
     for name, index in _in_order([(t[0].removeprefix(path), t[1]) for t in wanted], nodes):
         args, kwargs, taken = nodes[name, index]
@@ -154,6 +160,8 @@ def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
             # A model that is called twice has its layers' calls twice, under different paths.
             again = f"#{index}" if index else ""
             inner = flow_of(operation, f"{path}{name}{again}/", (*around, operation))
+            # The layers inside take the model's own input tensors: each becomes the tensor that the
+            # model is called with.
             calls.extend(map(_alias, inner.inputs, inputs))
             calls.extend(inner.calls)
             tree.append(inner)
@@ -213,7 +221,7 @@ def _in_order(
     return list(ordered)
 
 
-def _structure(described: Any, path: str) -> Any:
+def _structure(described: Tree, path: str) -> Any:
     """A structure of `[name, node, output]` triples, each as one leaf."""
     if isinstance(described, dict):
         return {name: _structure(part, path) for name, part in described.items()}
@@ -315,8 +323,9 @@ class _scopes:
             scope.__exit__(*error)
 
 
-def takes_training(operation: Any) -> bool:
+def takes_training(operation: object) -> bool:
     """Whether a layer wants to know if it is training."""
+    # The alias of a tensor is a plain function, without a `call`.
     call = getattr(operation, "call", None)
     return call is not None and "training" in inspect.signature(call).parameters
 

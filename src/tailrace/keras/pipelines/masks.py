@@ -54,6 +54,7 @@ def mask_of(value: object) -> Any:
     """The mask attached to a tensor; None if there is none."""
     if not keras.ops.is_tensor(value):
         return None
+    # A new layer for each: one layer for all would keep the nodes of all its calls.
     reading = _Reading()
     reading(value)
     return reading.found[0]
@@ -66,6 +67,7 @@ def with_mask(value: object, mask: TensorLike) -> Any:
 
 def masked_boundary(values: Sequence[Any]) -> list[Any]:
     """End a stage: the values after the boundary, each with its mask."""
+    # Before the boundary: afterwards the tensors are others, without masks.
     masks = [mask_of(value) for value in values]
     marked, crossed = stage_boundary((list(values), masks))
     return [with_mask(value, mask) for value, mask in zip(marked, crossed, strict=True)]

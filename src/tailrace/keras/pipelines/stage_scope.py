@@ -89,8 +89,11 @@ def _called(call: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **k
     if (stage := _stage.get()) is not None:
         flat = keras.tree.flatten((args, kwargs))
         symbolic = any(isinstance(one, keras.KerasTensor) for one in flat)
+        # A call on values (to build a layer, or eagerly) is not one of the model's, and counts only
+        # if there is no other.
         if symbolic or CALLS not in layer.__dict__:
             layer.__dict__.setdefault(CALLS, []).append(stage)
+    # Layers inside a layer belong to its stage, and are not counted.
     found = following.get()
     if found is None or found.depth:
         return call(layer, *args, **kwargs)
@@ -105,6 +108,8 @@ def _called(call: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **k
         found.depth -= 1
 
 
+# In the base class, so that every layer comes here; outside of a stage both hooks only look at context
+# variables.
 hook(keras.layers.Layer, "__init__", _made)
 hook(keras.layers.Layer, "__call__", _called)
 

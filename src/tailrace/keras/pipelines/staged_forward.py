@@ -17,16 +17,16 @@ import keras
 from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
+from tailrace.keras.pipelines.graph import Call, Flow, Stages, Tensor, flow_of, run_flow
 from tailrace.keras.pipelines.masks import masked_boundary
 from tailrace.keras.pipelines.stage_scope import MADE, current_stage, following, in_scope
 
 
-def by_call(flow: Flow, stages: Any) -> dict[int, int]:
+def by_call(flow: Flow, stages: Stages) -> dict[int, int]:
     """The stage of each call, by its identity; operations follow their inputs."""
     found: dict[int, int] = {}
 
-    def walk(part: Flow, given: Any) -> None:
+    def walk(part: Flow, given: Stages) -> None:
         for one, stage in zip(part.tree, given, strict=True):
             if isinstance(one, Flow):
                 walk(one, stage if isinstance(stage, list) else [stage] * len(one.tree))
@@ -60,7 +60,7 @@ def check_order(flow: Flow, stages: dict[int, int]) -> None:
 class StagedFlow:
     """The forward pass of a Sequential or Functional model, stage by stage."""
 
-    def __init__(self, model: keras.Model, stages: Any) -> None:
+    def __init__(self, model: keras.Model, stages: Stages) -> None:
         self._model, self._flow = model, flow_of(model)
         self._stages = by_call(self._flow, stages)
         check_order(self._flow, self._stages)
@@ -233,12 +233,13 @@ def called_layers(model: keras.Model) -> Opened:
 
 def _follow(model: keras.Model, shape: ShapeLike) -> Opened:
     calls = Following(model, None, cuts=False)
+    # On symbols, and statelessly: nothing is computed, and no variable changes.
     with followed(calls), keras.StatelessScope(), in_scope():
         model.compute_output_spec(_symbols(shape))
     return calls.found
 
 
-def _is_built(layer: Any) -> bool:
+def _is_built(layer: keras.layers.Layer) -> bool:
     return layer.built and all(_is_built(one) for one in getattr(layer, "layers", ()))
 
 
@@ -254,6 +255,7 @@ class StagedCall:
     """The forward pass of a subclassed model, stage by stage."""
 
     def __init__(self, model: keras.Model, stages: Sequence[Any] | None) -> None:
+        # Taken now: while a model runs in stages, `model.call` leads here.
         self._model, self._call, self._stages = model, model.call, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,9 +20,9 @@ from tailrace.keras.settings.options import Settings
 class Watch(keras.callbacks.Callback):
     """Tells the program when an epoch begins."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, pacing: Pacing) -> None:
         super().__init__()
-        self._pacing = program
+        self._pacing = pacing
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Count the batches of this epoch."""
@@ -32,6 +32,7 @@ class Watch(keras.callbacks.Callback):
 def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[str, Any]) -> None:
     """Find out who wants to hear of batches, and hear of epochs ourselves."""
     callbacks = call["callbacks"]
+    # A list that the caller made has a progress bar and a history already.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.callbacks.append(Watch(pacing))
         return
@@ -71,6 +72,7 @@ def pacing_of_fit(model: keras.Model, settings: Settings, call: dict[str, Any]) 
     settings.check_pipeline()
     replicas, count = settings.replicas, settings.microbatches
     steps, split = limited(call["steps_per_epoch"]), call["validation_split"]
+    # Keras cuts validation data off the end before it makes batches.
     share = 1.0 - split if split and call["validation_data"] is None else 1.0
     size = batches_in(call["x"], call["batch_size"], steps, share)
     epochs = max(0, call["epochs"] - call["initial_epoch"])
@@ -95,6 +97,7 @@ def resident_rows(settings: Settings, call: dict[str, Any]) -> Rows | None:
         settings.options.resident,
         settings.replicas == 1 and not settings.is_pipelined,
     )
+    # On several devices, each would need all rows.
     found = rows_of(call) if one_device and asked is not False else None
     if asked and found is None:
         raise OptionError(

@@ -17,13 +17,14 @@ HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith(
 
 
 @contextlib.contextmanager
-def callback_spans(callbacks: Any) -> Iterator[None]:
+def callback_spans(callbacks: object) -> Iterator[None]:
     """A context in which each hook of these callbacks is a span, if a trace is open."""
     if not callbacks or not is_traced():
         yield
         return
     listed = getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks)
     with contextlib.ExitStack() as hooks:
+        # Each once: a callback may be listed twice, and its hook must not be wrapped twice.
         for callback in {id(one): one for one in listed}.values():
             for name in HOOKS:
                 if overrides(callback, name, keras.callbacks.Callback):

@@ -103,6 +103,14 @@ class Executions(ABC):
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run a block; returns an array that is ready afterwards, and its results."""
 
+    @abstractmethod
+    def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """Run one execution from Keras' state; returns logs or outputs, and the next state."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Write the values to the variables."""
+
     def element(self, batch: Tree) -> Any:
         """The element of a batch."""
         return as_element(batch)
@@ -154,6 +162,7 @@ class Executions(ABC):
                 step_logs = functools.partial(self.step_logs, result, steps)
                 pacing.tell(done, block.count, done + block.count >= wanted, step_logs)
             done += block.count
+        # As the functions of Keras do: its loop over an epoch ends by this exception.
         if not done:
             self.exhausted = True
             raise StopIteration
@@ -193,7 +202,7 @@ class Executions(ABC):
         buffers.trim()
 
     def step_logs(
-        self, result: Any, steps: int, step: int, replica: int | None = None
+        self, result: Tree, steps: int, step: int, replica: int | None = None
     ) -> dict[str, Any]:
         """The logs of one step of a dispatch: its metrics, or those of one replica."""
         del steps
@@ -211,6 +220,7 @@ class Executions(ABC):
         if self._resumed is not None:  # nothing has run yet
             return _logs_of(self._resumed)
         self.latest = dict(series)
+        # Keras reads logs even if no callback does, and each read would wait for the device.
         if not self.pacing.listeners:
             return Unheard(self.names)
         step = self.pacing.last_step(self._latest_count)
@@ -244,12 +254,15 @@ class Executions(ABC):
             return
         batches.skip(resumed.skipped)
         self.taken = resumed.skipped
+        # Reading the skipped batches drew random numbers once more: now those of the checkpoint
+        # count.
         if resumed.after is not None:
             resumed.after()
 
     def _wait(self, ticket: jax.Array, form: Form, count: int) -> None:
         """Wait, so that no more dispatches are in flight than the device's memory allows."""
         self._tickets.append((ticket, count))
+        # The cheapest question first: of a small model, this is asked for every batch.
         least = dispatch_table.IN_FLIGHT
         if len(self._tickets) <= least:
             return
@@ -274,6 +287,8 @@ class Executions(ABC):
 
     def _whole(self, block: Block) -> Block | None:
         """A block without batches at its end that do not fill a step."""
+        # Keras trains on what is left. Replicas take one batch each, and a step needs all of its
+        # microbatches, or the mean over them would be another one.
         left = block.count % self.per_step
         known = self.pacing.batches is not None  # and so what replicas cannot share was left out
         if not self.drops_remainder and (known or self.per_step > self.replicas):

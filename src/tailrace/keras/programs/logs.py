@@ -53,6 +53,8 @@ class Series(Values):
 
     def at(self, step: int, replica: int | None = None) -> Any:
         """The value of one step: that of a replica, or one for all of them."""
+        # The first read fetches the steps of all dispatches: one copy instead of one for each
+        # value.
         values = self.host()[..., step]
         if self._replicas == 1:
             return values

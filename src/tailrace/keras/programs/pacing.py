@@ -109,6 +109,7 @@ class Pacing:
         """Whether the next execution has already run, together with an earlier one."""
         if not self._owed:
             return False
+        # Down to 0, not below: the last execution of an epoch may be shorter.
         self._owed = max(0, self._owed - self.execution)
         return True
 
@@ -121,6 +122,7 @@ class Pacing:
         if wanted == 1:
             return 1
         most = max(1, dispatch_table.most_bytes() // max(1, bytes_per_batch))
+        # Results arrive when a dispatch has ended: to report steps in between, it is cut.
         if self.every_step or (self.bar is not None and self._seconds > dispatch_table.LONG_S):
             most = min(most, max(1, self.execution // dispatch_table.PIECES))
         # Only row numbers travel: what counts is how soon the first piece is read.
@@ -153,6 +155,7 @@ class Pacing:
     def ready(self, share: float) -> None:
         """Record that a dispatch, a fraction of an execution, has finished, to learn its duration."""
         now = time.perf_counter()
+        # From one end to the next: dispatches are queued, so their beginnings say nothing.
         if self._ready_at is not None:
             self._seconds = (now - self._ready_at) / max(share, 1e-9)
         self._ready_at = now

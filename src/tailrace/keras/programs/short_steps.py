@@ -39,7 +39,7 @@ class ShortSteps:
     def run(self, batches: Batches | ResidentBatches) -> tuple[Any, Mapping[str, Values]] | None:
         """Dispatch the next step: an array that is ready afterwards, and its metrics.
 
-        None if the next batch cannot take the short way; it is then still the next one.
+        None if the next batch cannot take the short path; it is then still the next one.
         """
         engine = self._engine
         # Another form of batches, or a loop of fixed length that took over, is another program.

@@ -39,14 +39,13 @@ class Looping(Executions, ABC):
 
     Args:
         model: the model.
-        kinds: the variables of the state, by their attribute in `Layout`.
-        carried: the number of them, from the end, that the step may change.
     """
 
     drops_remainder = True
     called = step_called = ""
     """The method that the user calls, and the Keras step that it runs."""
     kinds: tuple[str, ...] = ()
+    """The variables of the state, by their attributes in `Layout`."""
     read_only = 1
     """The number of them, from the start, that the step does not change."""
 
@@ -127,9 +126,11 @@ class Looping(Executions, ABC):
             staged = exact(staged)
         else:
             runner.capacity = staged.room if staged.room > 1 else None
+        # Always seed 0: random layers of Keras draw from variables, which are part of the state.
         numbers = Numbers(0, self._step)
         emitted, ticket = runner.dispatch(self._active[1], passes, numbers, 0, block=staged)
         self._step += passes
+        # Ours is taken out; the rest is for outfeeds in the user's layers.
         value = runner.by_element(emitted.pop(self.out).value)
         runner.traced.deliver(emitted)
         return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
@@ -205,11 +206,12 @@ class Looping(Executions, ABC):
         """The step as a pipeline, each stage on its device."""
         assert self._pipeline is not None
 
-        def compute(read: Tree, carried: Tree, element: Tree, _: Any) -> Any:
+        def compute(read: Tree, carried: Tree, element: Tree, _: object) -> Any:
             with settings_of(self.model).in_stages():
                 return self._advanced(carried, element, read)
 
         form = (read, carried, feed.spec().tree(), ())
+        # A step that calls layers itself, past the model, meets no boundary.
         if len(stages := stages_in(compute, form, self.replicas)) < 2:
             raise PipelineError(
                 f"`{self.step_called}` does not go through the stages of the model. Call the model "
@@ -235,6 +237,7 @@ class Looping(Executions, ABC):
 
     def _of_one(self, variable: keras.Variable, value: TensorLike) -> Any:
         if value.ndim > len(variable.shape):
+            # By identity: variables of Keras compare by value.
             metric = any(variable is one for one in self.layout.metrics.all)
             if metric or not jnp.issubdtype(value.dtype, jnp.inexact):
                 return jnp.asarray(merged(variable, np.asarray(value)))
@@ -278,21 +281,14 @@ class Stepping(Measuring):
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
-        settings = settings_of(model)
         self._check_optimizer()
-        for what, wrong in (
-            ("replicas", settings.replicas > 1),
-            ("gradient accumulation by Tailrace", settings.microbatches > 1),
-            ("a pipeline", settings.is_pipelined),
-            ("observe=", bool(settings.observe)),
-            ("run_dir=", settings.run_dir is not None),
-        ):
-            if wrong:
-                raise ProgramError(
-                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be "
-                    f"separated, so it does not go with {what}. Override `compute_loss`, or leave "
-                    f"{what} out."
-                )
+        wrong = settings_of(model).for_engine()
+        if wrong:
+            raise ProgramError(
+                f"{self._why()} it runs in a loop on the device, but its gradients cannot be "
+                f"separated, so it does not go with {wrong[0]}. Override `compute_loss`, or leave "
+                f"{wrong[0]} out."
+            )
 
     def _why(self) -> str:
         """Why Keras' step runs, and not the engine's."""
@@ -320,6 +316,7 @@ class Stepping(Measuring):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    # Empty: what leaves this loop are the logs of the user's step, whatever they are.
     history = History()
 
     @property
@@ -353,7 +350,7 @@ class Stepping(Measuring):
             variable.assign(jnp.asarray(value))
         self._active = self._start = None
 
-    def take_up(self, step: int, history: History, run_end: Any) -> None:
+    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
         """Resume at this step."""
         del history, run_end
         self._step = step
@@ -385,7 +382,7 @@ class Predicting(Looping):
         return outputs, (state[0], others)
 
     def step_logs(
-        self, result: Any, steps: int, step: int, replica: int | None = None
+        self, result: Tree, steps: int, step: int, replica: int | None = None
     ) -> dict[str, Any]:
         """The logs of a step: its outputs, or those of one replica."""
 

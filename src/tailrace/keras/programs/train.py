@@ -185,7 +185,7 @@ class Training(Executions):
                 self._own[number] = value
         self._handed, self._dirty = [], False
 
-    def take_up(self, step: int, history: History, run_end: Any) -> None:
+    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
         """Resume at this step, with the history and the run directory of the earlier fit."""
         self._step, self._began = step, True
         if self.engine is not None:
@@ -257,6 +257,7 @@ class Training(Executions):
             for name, key in optimizer.wanted().items():
                 values = self.journal.records[name, "tensor"].values
                 count = len(values)
+                # Records grow over the whole fit, and the optimizer has had the earlier ones.
                 values = values[self._delivered :]
                 lead = (-1, self.replicas) if self.replicas > 1 else (-1,)
                 found[key] = values.reshape(*lead, *values.shape[1:])
@@ -341,6 +342,7 @@ class Training(Executions):
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
         self.journal.began(ticket)
+        # An execution that compiled says nothing about the time of a step.
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
             seconds = (time.perf_counter() - started) / length
@@ -356,6 +358,7 @@ class Training(Executions):
             results = self.engine.collect(self._pending.popleft())
             self.journal.add(results)
             if results.failure is not None:
+                # Later executions went on from the state after the bad step: they are void.
                 self._pending.clear()
                 raise results.failure
 
@@ -416,6 +419,8 @@ class Training(Executions):
             with keras.StatelessScope(state_mapping=list(mapping)):
                 return keras.tree.map_structure(jnp.asarray, self.model.get_metrics_result())
 
+        # One dispatch: as single operations, reading the metrics would take longer than short
+        # steps.
         return jax.jit(results)
 
     def _nothing_to_take(self, engine: Engine) -> bool:
@@ -429,6 +434,7 @@ class Training(Executions):
         engine = self.engine
         assert engine is not None
         if self._form is not form:
+            # Another form is another program: results in flight belong to the one before.
             self._leave()
             with names_listed_by("tk.of(model).tensors(), after a fit without it"):
                 engine.use(form.feed)

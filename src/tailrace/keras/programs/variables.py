@@ -85,6 +85,7 @@ class Layout:
             (self.metrics.all, model.metrics_variables),
             (self.optimizer.all, getattr(getattr(model, "optimizer", None), "variables", [])),
         )
+        # By identity: variables of Keras compare by value.
         return all(
             len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs
         )
@@ -144,6 +145,7 @@ def merged(variable: keras.Variable, values: Tree) -> Any:
         return values.mean(axis=0)
     if aggregation in ("mean", "only_first_replica"):
         return values[0]
+    # In its own dtype: NumPy would widen small integers, and a carry keeps its dtype.
     return values.sum(axis=0, dtype=values.dtype)
 
 

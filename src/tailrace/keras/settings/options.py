@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import keras
@@ -22,11 +22,14 @@ from tailrace.keras.pipelines.assignment_classes import check_no_gaps
 from tailrace.keras.pipelines.graph import has_flow
 from tailrace.keras.pipelines.staged_forward import StagedCall, StagedFlow
 from tailrace.keras.pipelines.stages import stages_of
+from tailrace.keras.programs.variables import Layout
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import Observe
+
+_Kind = TypeVar("_Kind", Pipeline, ForwardPipeline)
 
 _staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
 """The staged forward passes of models being traced, by the id of the model."""
@@ -94,6 +97,7 @@ class Options:
         """As plain values, for a file."""
         plain = dataclasses.asdict(self)
         if self.gradient_accumulation_dtype is not None:
+            # By name: JSON has no dtypes.
             plain["gradient_accumulation_dtype"] = str(jnp.dtype(self.gradient_accumulation_dtype))
         return plain
 
@@ -123,7 +127,7 @@ class Settings:
         self.run_dir: Any = None
         self.fingerprint = False
         self.seen: Seen | None = None
-        self.layout: Any = None
+        self.layout: Layout | None = None
         self.assignment: list[Any] | None = None
         """The stage assignment as it was set, as objects."""
         self.ignores_notes = False
@@ -151,19 +155,24 @@ class Settings:
 
     def check_keras_loop(self, reason: str) -> None:
         """Refuse settings that Keras' loop would silently ignore."""
-        for what, wrong in (
-            ("replicas", self.replicas > 1),
-            ("gradient accumulation by Tailrace", self.microbatches > 1),
-            ("a pipeline", self.is_pipelined),
-            ("observe=", bool(self.observe)),
-            ("run_dir=", self.run_dir is not None),
-            ("fingerprint=True", self.fingerprint),
-        ):
-            if wrong:
-                raise ProgramError(
-                    f"The model {self.model.name!r} has {reason}: Keras' own loop runs it, not a "
-                    f"program on the device, so it does not go with {what}. Leave one of them out."
-                )
+        wrong = [*self.for_engine(), *(["fingerprint=True"] if self.fingerprint else [])]
+        if wrong:
+            raise ProgramError(
+                f"The model {self.model.name!r} has {reason}: Keras' own loop runs it, not a "
+                f"program on the device, so it does not go with {wrong[0]}. Leave one of them out."
+            )
+
+    def for_engine(self) -> list[str]:
+        """What is set that only the engine's own step can do."""
+        # In this order: a message names the first that is set.
+        found = {
+            "replicas": self.replicas > 1,
+            "gradient accumulation by Tailrace": self.microbatches > 1,
+            "a pipeline": self.is_pipelined,
+            "observe=": bool(self.observe),
+            "run_dir=": self.run_dir is not None,
+        }
+        return [what for what, is_set in found.items() if is_set]
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -216,7 +225,7 @@ class Settings:
         check_no_gaps(stages)
         return self._pipeline(ForwardPipeline, self.model)
 
-    def _pipeline(self, kind: Any, function: Callable[..., Any]) -> Any:
+    def _pipeline(self, kind: Callable[..., _Kind], function: Callable[..., Any]) -> _Kind:
         options = self.options
         return kind(
             function,
@@ -290,6 +299,7 @@ class Settings:
         stages = self.stages
         if stages is None:
             return None
+        # Anew for each trace: layers may have been added or assigned since the last one.
         return (
             StagedFlow(self.model, stages)
             if has_flow(self.model)
@@ -297,7 +307,7 @@ class Settings:
         )
 
     @contextlib.contextmanager
-    def differentiating(self, layout: Any) -> Iterator[Seen]:
+    def differentiating(self, layout: Layout) -> Iterator[Seen]:
         """A context in which an evaluation step is traced as a training step."""
         # Put back, not cleared: contexts may be nested.
         before = self.seen, self.layout

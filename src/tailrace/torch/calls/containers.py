@@ -18,11 +18,11 @@ from typing import Any, Protocol
 class CustomContainer(Protocol):
     """How a user's type is flattened and rebuilt."""
 
-    def yield_tensors(self, struct: Any) -> Iterator[Any]:
+    def yield_tensors(self, struct: object) -> Iterator[Any]:
         """The tensors in `struct`, always in the same order."""
         ...
 
-    def reconstruct(self, original: Any, tensors: Iterator[Any]) -> Any:
+    def reconstruct(self, original: object, tensors: Iterator[Any]) -> Any:
         """A struct like `original` with these tensors in it."""
         ...
 
@@ -64,6 +64,7 @@ def register_container(kind: type, parser: CustomContainer | None) -> None:
 
 def is_custom(value: object) -> bool:
     """Whether the class of a value was registered."""
+    # The exact class: a subclass may hold more than its parser knows.
     return type(value) in _custom
 
 
@@ -177,6 +178,7 @@ def _attributes(value: object) -> dict[str, Any]:
     if isinstance(value, type | FunctionType | ModuleType):
         return {}
     found = {}
+    # Slots of base classes too: they are in no `__dict__`.
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:

@@ -89,7 +89,7 @@ class CallForm:
         self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
         self.resident = all(is_resident(t) for _, t in tensors)
         self._check_divisible([t for _, t in tensors])
-        # The common case has a short way in `tensors_of`: binding a signature costs more than
+        # The common case has a short path in `tensors_of`: binding a signature costs more than
         # comparing shapes.
         self._all_positional = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
 
@@ -136,6 +136,7 @@ class CallForm:
     def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, after checking that it fits the compiled form."""
         if not kwargs and self._all_positional and len(args) == len(self.shapes):
+            # The short path of most calls: nothing is bound or flattened.
             found = [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else 0 for a in args]
             if found == self.shapes:
                 return list(args)
@@ -163,6 +164,7 @@ class CallForm:
     def _compare_arguments(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of arguments that match the compiled form, in the order of the first call, whose
         dicts may have had another order of keys."""
+        # By name, in the order of the signature: positional and keyword arguments may be exchanged.
         if list(arguments) != list(self._named):
             if len(arguments) != len(self._named):
                 raise CallError(
@@ -192,6 +194,7 @@ class CallForm:
                     f"Data type mismatch for {name}: expected {dtype} but got {found.dtype}.{_ADVICE}"
                 )
             if tuple(found.shape) != shape:
+                # First the more helpful message, if the batch is the reason.
                 self._check_divisible([found])
                 raise CallError(
                     f"Shape mismatch for {name}: expected {torch.Size(shape)} but got "
@@ -228,8 +231,8 @@ class CallForm:
             arrays = isinstance(expected, np.ndarray)
             advice = f" Give tensors: torch.from_numpy({name})." if arrays else _ADVICE
             raise CallError(
-                f"Value mismatch for {name}: expected {expected} but got {found}. What is no tensor "
-                f"is a constant of the program.{advice}"
+                f"Value mismatch for {name}: expected {expected} but got {found}. What is not a "
+                f"tensor is a constant of the program.{advice}"
             )
 
     def _compare_fields(
@@ -277,8 +280,8 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _same_constant(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
+def _same_constant(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(
             one, other, equal_nan=one.dtype.kind in "fc"
         )

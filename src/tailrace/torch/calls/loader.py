@@ -101,23 +101,11 @@ class DataLoader(torch_data.DataLoader):
         self.mode = _mode(mode)
         self._buffer = _buffer_size(async_options)
         self._drops = drop_last
-        if batch_sampler is not None:
-            if batch_size not in (1, None) or shuffle:
-                raise OptionError(
-                    "A batch_sampler decides about batches itself, so it goes with neither "
-                    "batch_size nor shuffle. Leave those out."
-                )
-            rows = getattr(batch_sampler, "batch_size", None)
-            self.combined_batch_size = None if rows is None else rows * pieces
-            chosen: dict[str, Any] = {"batch_sampler": _Groups(batch_sampler, pieces, drop_last)}
-        elif batch_size is None:
-            self.combined_batch_size = None
-            chosen = {"batch_size": None, "shuffle": shuffle}
-        else:
-            self.combined_batch_size = batch_size * pieces
-            chosen = {"batch_size": self.combined_batch_size, "shuffle": shuffle}
-            chosen["drop_last"] = drop_last
+        self.combined_batch_size, chosen = _joining(
+            pieces, batch_size, batch_sampler, shuffle, drop_last
+        )
         iterable = isinstance(dataset, torch_data.IterableDataset)
+        # PyTorch gives every worker a copy of an iterable dataset.
         if iterable and num_workers > 1 and options_of_torch.get("worker_init_fn") is None:
             note_once(
                 "Each worker reads the whole of an iterable dataset: with num_workers > 1 and no "
@@ -151,6 +139,7 @@ class DataLoader(torch_data.DataLoader):
             **chosen,
             **options_of_torch,
         )
+        # A sampler may leave rows out, or repeat them: it knows how many there are.
         rows = 0 if iterable else len(options_of_torch.get("sampler", dataset))
         if not drop_last and whole and rows % whole:
             note_once(
@@ -166,6 +155,7 @@ class DataLoader(torch_data.DataLoader):
             # Asked here, not in `__init__`: it starts JAX, after which devices can no longer be
             # chosen.
             self.multiprocessing_context = None if devices.platform() == "cpu" else "forkserver"
+        # PyTorch starts its workers here.
         batches: Iterable[Any] = super().__iter__()
         if self._rebatched:
             assert self.combined_batch_size is not None
@@ -194,6 +184,29 @@ class DataLoader(torch_data.DataLoader):
         for ahead in list(self._running):
             ahead.stop()
         self._running.clear()
+
+
+def _joining(
+    pieces: int,
+    batch_size: int | None,
+    batch_sampler: Iterable[list[int]] | None,
+    shuffle: bool | None,
+    drop_last: bool,
+) -> tuple[int | None, dict[str, Any]]:
+    """The rows of a call, if they are known, and PyTorch's arguments for loading that many at once."""
+    if batch_sampler is not None:
+        if batch_size not in (1, None) or shuffle:
+            raise OptionError(
+                "A batch_sampler decides about batches itself, so it goes with neither batch_size "
+                "nor shuffle. Leave those out."
+            )
+        rows = getattr(batch_sampler, "batch_size", None)
+        groups = _Groups(batch_sampler, pieces, drop_last)
+        return None if rows is None else rows * pieces, {"batch_sampler": groups}
+    if batch_size is None:
+        return None, {"batch_size": None, "shuffle": shuffle}
+    rows = batch_size * pieces
+    return rows, {"batch_size": rows, "shuffle": shuffle, "drop_last": drop_last}
 
 
 class _Groups:
@@ -287,6 +300,7 @@ def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[A
     """Batches of any size, cut into batches of `rows`."""
     kept: Any = None
     for batch in batches:
+        # What is left of the batches of all workers is joined, so that only one remainder is lost.
         kept = batch if kept is None else _joined(kept, batch)
         while _rows(kept) >= rows:
             yield rebuild(kept, lambda t: t[:rows])

@@ -40,7 +40,7 @@ class ReturnedScalar(torch.Tensor):
             "backward() cannot be called explicitly on outputs of a model: a call of a training model "
             "computes the gradients and updates the weights on the device, and PyTorch records "
             "nothing of it. Remove backward(), optimizer.step() and optimizer.zero_grad(). A loss "
-            "that is computed after the call belongs into forward; gradients are clipped by "
+            "that is computed after the call belongs in forward; gradients are clipped by "
             "max_grad_norm= of an optimizer of tt.optim. An inference model does not train: use "
             "tt.training_model."
         )

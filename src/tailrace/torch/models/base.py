@@ -116,6 +116,7 @@ class Model(ABC):
         """Put the module in training mode; a compiled model is compiled again for it."""
         self.module.train(mode)
         modes = training_modes(self.module)
+        # Of all modules inside: some may be frozen, and stay in evaluation mode.
         if modes != self._training:
             self._training = modes
             self._drop_program()

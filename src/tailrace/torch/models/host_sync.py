@@ -187,6 +187,7 @@ class FollowingModel(Model):
         self.copy_weights_to_host_if_needed()
         self._forget_program()
         self._restructured = self._dirty = False
+        # Modules that were added have no owner yet, and those that were removed still have one.
         unlink(self.module, self)
         self._sharing.join(self.module)
         link(self.module, self)
@@ -202,6 +203,8 @@ class FollowingModel(Model):
     ) -> DeviceOptimizer:
         # By identity: PyTorch's optimizers hold tensors, not names.
         names = {id(value): name for name, value in self._sharing.tensors.items()}
+        # The engine takes the mean over replicas; a sum over microbatches is meant over replicas
+        # too.
         summed = str(self._options.accumulation.reduction) == "sum"  # type: ignore[union-attr]
         scale = self._options.replicas if summed else 1
         before = self.__dict__.get("_device_optimizer")
@@ -215,10 +218,10 @@ class FollowingModel(Model):
             optimizer.register_step_pre_hook(_note_step),
         )
 
-    def _before_state_dict(self, _: Any) -> None:
+    def _before_state_dict(self, _: object) -> None:
         self.copy_weights_to_host_if_needed()
 
-    def _after_load_state_dict(self, _: Any) -> None:
+    def _after_load_state_dict(self, _: object) -> None:
         self._reloaded = True
         note_what_is_lacking(self.module)
 

@@ -88,6 +88,7 @@ class InferenceModel(Model):
         trees, _ = read_state(path)
         own = weights_of(self.module)
         saved = (trees.get("param", {}), trees.get("buffer", {}))
+        # Both before the first copy: a file that does not fit changes nothing.
         check_same_form(saved[0], own[0], "parameters")
         check_same_form(saved[1], own[1], "buffers")
         values = {name: tensor_of(array) for part in saved for name, array in part.items()}
@@ -128,6 +129,7 @@ class InferenceModel(Model):
             return
         self._seen = version
         training = trainer_of(self.module)
+        # Through the host: on the device there is only the state of the modules around it.
         if training is None:  # a submodule of modules that train
             self._program.put(*weights_of(self.module))
             return

@@ -130,6 +130,7 @@ class PastCalls:
         engine.seed, engine.step = int(self._note["seed"]), self.started_at
         feed = program.feed
         for call in calls:
+            # Learning rates change between calls: those after the file are in the log only.
             if log is not None and engine.step in log.hypers:
                 engine.replace({program.hypers: jnp.asarray(log.hypers[engine.step])})
             arrays = form.blocks(form.tensors_of(call, {}))
@@ -144,7 +145,7 @@ class PastCalls:
         return replayed.found
 
     def ended(self, step: int) -> DataExhausted:
-        """What to say of calls that end with a step before the one that is wanted."""
+        """The error for calls that end before the step that is wanted."""
         return DataExhausted(
             f"A replay makes the calls of the training again, and these end before step "
             f"{self._step}: with step {step}. Give the arguments of all calls, from the first one "

@@ -45,6 +45,7 @@ def write_state(
             if str(array.dtype) in _BITS:
                 array = array.view(_BITS[str(array.dtype)][0])
             arrays[f"{kind}/{name}"] = array
+    # As one more array: a single file, which is read without pickle.
     text = json.dumps({"version": __version__, "dtypes": dtypes, **note})
     arrays[_NOTE] = np.frombuffer(text.encode(), np.uint8)
     # Renamed at the end: a crash leaves the old file, not half of a new one.

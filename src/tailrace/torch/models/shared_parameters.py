@@ -25,7 +25,7 @@ class Sharing:
         tensors: parameters and buffers by name, at the time the model joined.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: object) -> None:
         self._owner = weakref.ref(owner)
         self.tensors: dict[str, torch.Tensor] = {}
         self._others: list[tuple[Any, frozenset[str]]] = []
@@ -61,6 +61,7 @@ class Sharing:
 
     def newer(self) -> Iterator[tuple[Any, frozenset[str]]]:
         """Those of them that have changed their weights since the last call."""
+        # By version, not by comparing values: those are on the device.
         for other, names in self.others:
             version = other.version
             if self._seen.get(other, 0) != version:

@@ -87,6 +87,7 @@ class TrainingModel(FollowingModel):
     def copy_weights_to_device(self) -> None:
         """Copy the module's weights and buffers to the device, replacing the trained ones."""
         self._check_alive()
+        # First: reading weights would otherwise bring back those of the device.
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
@@ -146,6 +147,8 @@ class TrainingModel(FollowingModel):
         saved = TrainState(
             trees.get("param", {}), trees.get("optimizer", {}), trees.get("buffer", {})
         )
+        # All checks before anything is dropped: a file that does not fit leaves the model as it
+        # was.
         check_same_form(saved.params, params, "parameters")
         check_same_form(saved.model_state, buffers, "buffers")
         check_same_form(saved.optimizer_state, fresh, f"optimizer ({note['optimizer']} saved)")
@@ -157,6 +160,7 @@ class TrainingModel(FollowingModel):
         self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
         self._note_form()
+        # The module gets these weights when it is read next.
         self._dirty = True
         self.version += 1
 
@@ -229,6 +233,7 @@ class TrainingModel(FollowingModel):
         The next call compiles again, for arguments of any form.
         """
         self.copy_weights_to_host_if_needed()
+        # Models with the same weights take the latest ones now: there is no later.
         for other, _ in self._sharing.others:
             other._take_shared()
         self._forget_program()
@@ -242,6 +247,8 @@ class TrainingModel(FollowingModel):
         self._hypers = self._device_optimizer.hypers()
         if self._held is not None:
             program.put(self._held)
+            # What the state holds: numbers that were changed since differ from it, and are sent
+            # before the call.
             self._hypers = np.asarray(self._held.optimizer_state["hyper"])
             self._held = None
         return program

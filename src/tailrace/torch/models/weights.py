@@ -100,6 +100,7 @@ def _makers_of(original: type) -> set[str]:
 
 
 def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
+    # For every read of a weight: an owner whose weights have not changed since returns at once.
     def before_reading() -> None:
         for owner in owners:
             owner._refresh()
@@ -169,6 +170,8 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             "__doc__": original.__doc__,
             "_tailrace_original": original,
             "_tailrace_owners": owners,
+            # Properties: `state_dict`, `named_parameters` and the like read these dicts, and not
+            # through `__getattr__`.
             "_parameters": refreshed("_parameters"),
             "_buffers": refreshed("_buffers"),
             "__getattr__": getattribute,

@@ -159,6 +159,7 @@ class DeviceOptimizer:
         """The current numbers of all groups."""
         scaling = self.loss_scaling
         norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
+        # float32, as on the device: before every call the bytes are compared with those sent last.
         return np.array(
             [row_of(group, self.kind, scaling, norm) for group in self.optimizer.param_groups],
             np.float32,
@@ -185,6 +186,7 @@ class DeviceOptimizer:
         held = self._held(name)
         if "step" in held:
             return int(held["step"])
+        # A momentum buffer is made in the first step: whether there was one is all that SGD knows.
         return int(any(value is not None for value in held.values()))
 
     def _late(self) -> dict[str, int]:
@@ -301,6 +303,7 @@ class DeviceOptimizer:
             flags.add("uncorrected")
         if getattr(self.optimizer, "use_tf_variant", False):
             flags.add("tf")
+        # Without momentum they change nothing, and would only make another program.
         if "momentum" not in flags:
             flags -= {"dampening", "nesterov"}
         return frozenset(flags)

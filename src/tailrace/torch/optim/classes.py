@@ -362,6 +362,7 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            # The limit of the original: just below the largest float16.
             "max_weight_norm": 65500.0 if max_weight_norm is None else max_weight_norm,
         }
         super().__init__(params, defaults)

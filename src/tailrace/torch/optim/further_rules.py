@@ -63,6 +63,7 @@ def further_numbers(group: Mapping[str, Any]) -> dict[str, float]:
         "initial": float(group.get("initial_accumulator_value", 0.0)),
         "lambd": float(group.get("lambd", 0.0)),
         "t0": float(group.get("t0", 0.0)),
+        # 0.96 is a constant of PyTorch's, 0.96 ** (step * momentum_decay).
         "log_decay": math.log(0.96) * float(group.get("momentum_decay", 0.0)),
         "longest": longest,
         "offset": longest - inverse,
@@ -99,6 +100,7 @@ def _adadelta(
 def _adagrad(
     p: TensorLike, g: TensorLike, slots: dict[str, Any], h: GroupNumbers, step: jax.Array
 ) -> Any:
+    # State is made with zeros; the initial value of the group takes their place in the first step.
     total = slots["sum"] = jnp.where(step == 1, h.initial, slots["sum"]) + g * g
     rate = h.lr / (1 + (step - 1).astype(jnp.float32) * h.lr_decay)
     return p - rate * g / (jnp.sqrt(total) + h.eps)

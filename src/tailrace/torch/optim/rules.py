@@ -190,6 +190,8 @@ class GroupRule:
     ) -> Any:
         square = slots["square_avg"] = h.alpha * slots["square_avg"] + h.rest_alpha * g * g
         if "centered" in self.flags:
+            # As `lerp_` in PyTorch, start + weight * (end - start): two products would round
+            # otherwise.
             mean = slots["grad_avg"] = slots["grad_avg"] + h.rest_alpha * (g - slots["grad_avg"])
             square = square - mean * mean
         tf = "tf" in self.flags

@@ -66,6 +66,7 @@ class InferenceProgram:
 
     def put(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         """Replace the weights; they are copied."""
+        # Copies: the host's arrays may share memory with tensors that are trained on.
         self.params = {name: jnp.array(value) for name, value in params.items()}
         self.loop_state = self._begin(self.params, dict(buffers))
 
@@ -101,6 +102,7 @@ class InferenceProgram:
 
     def _make_runner(self, params: Tree, buffers: Tree) -> LoopRunner:
         def one(state: Tree, element: Tree, read: Tree) -> Any:
+            # The body of a loop may be traced more than once.
             self.found.clear()
             named = (name_values("param", read), name_values("buffer", state))
             return self._forward_pass(*named, name_values("input", element))

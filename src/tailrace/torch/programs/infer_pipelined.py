@@ -83,7 +83,7 @@ class StagedInferenceProgram(InferenceProgram):
             Placement(options.replicas),
         )
 
-    def _compute(self, params: Tree, buffers: Tree, element: Tree, _: Any) -> Any:
+    def _compute(self, params: Tree, buffers: Tree, element: Tree, _: object) -> Any:
         self.found.clear()
         given = (self._named("param", params), self._named("buffer", buffers))
         after = self._forward_pass(*given, self._named("input", element))
@@ -123,6 +123,7 @@ class StagedInferenceProgram(InferenceProgram):
         ]
 
     def _by_batch(self, emitted: dict[Hashable, Emission]) -> dict[Hashable, Emission]:
+        # What the loop sums up, or keeps of the last pass, has no dim for passes.
         collected = {one.key for one in self.sight.chosen if one.tap.mode in (Mode.SUM, Mode.FINAL)}
 
         def flat(key: object, emission: Emission) -> Emission:

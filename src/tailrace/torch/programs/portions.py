@@ -48,6 +48,8 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
     # A period must not be cut: its taps look at the last of its steps.
     if count < 2 or rest:
         return (steps,)
+    # The values of the last step leave in a short portion of their own: programs of the long ones
+    # have less to carry.
     if ending:
         each = max(1, (units - 1) // count)
         whole = (units - 1) // each

@@ -55,6 +55,36 @@ def _scaled_tangent(primals: Tree, tangents: Tree) -> Any:
     return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
 
 
+def _loss_of(
+    forward: Forward, optimizer: DeviceOptimizer, frozen: frozenset[str]
+) -> Callable[[Tree, Tree, Tree], Any]:
+    """The loss function of the engine, with the optimizer's loss scaling."""
+
+    def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
+        # The factor is a parameter of the engine, because a loss sees parameters and no optimizer
+        # state.
+        scaling: Any = optimizer.loss_scaling
+        if optimizer.automatic:
+            scaling = scaling * params[FACTOR]
+        # Frozen parameters stay parameters of the engine: thawing one does not move it to another
+        # tree.
+        held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
+        held.pop(FACTOR, None)
+        # The loss is multiplied and each gradient divided by rules of differentiation alone: the
+        # values of the forward pass are those without scaling.
+        if optimizer.scaled:
+            held = {
+                name: value if optimizer.keeps_scale(value) else _scale_gradient(value, 1 / scaling)
+                for name, value in held.items()
+            }
+        loss, after = forward(held, state, element)
+        # `backward()` of a loss with several entries is that of their sum.
+        loss = loss.sum() if loss.ndim else loss
+        return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
+
+    return loss_fn
+
+
 class TrainingProgram:
     """An engine whose executions are calls."""
 
@@ -71,29 +101,7 @@ class TrainingProgram:
         step: int = 0,
     ) -> None:
         self.options, self._automatic = options, optimizer.automatic
-
-        def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
-            # The factor is a parameter of the engine, because a loss sees parameters and no optimizer
-            # state.
-            scaling: Any = optimizer.loss_scaling
-            if optimizer.automatic:
-                scaling = scaling * params[FACTOR]
-            # Frozen parameters stay parameters of the engine: thawing one does not move it to
-            # another tree.
-            held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
-            held.pop(FACTOR, None)
-            if optimizer.scaled:
-                held = {
-                    name: value
-                    if optimizer.keeps_scale(value)
-                    else _scale_gradient(value, 1 / scaling)
-                    for name, value in held.items()
-                }
-            loss, after = forward(held, state, element)
-            # `backward()` of a loss with several entries is that of their sum.
-            loss = loss.sum() if loss.ndim else loss
-            return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
-
+        loss_fn = _loss_of(forward, optimizer, frozen)
         accumulation = options.accumulation
         if optimizer.accum_type is not None:
             accumulation = dataclasses.replace(accumulation, dtype=optimizer.accum_type)  # type: ignore[type-var]
@@ -145,6 +153,7 @@ class TrainingProgram:
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """Run one execution; returns the emissions of its taps."""
         engine, options = self.engine, self.options
+        # Of this call alone: `model.history` is that of the latest one.
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         with within_memory(engine, options.device_iterations):
@@ -172,6 +181,7 @@ class TrainingProgram:
         state = self.engine.state
         if not self._automatic:
             return state
+        # No parameter of the module: saved files and the host must not see it.
         own = dict(state.params)
         del own[FACTOR]
         return state._replace(params=own)
@@ -199,6 +209,7 @@ class TrainingProgram:
         for name, value in values.items():
             kind = "params" if name in state.params else "model_state"
             like = getattr(state, kind)[name]
+            # A copy: the array may share its memory with a tensor of the host.
             leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
         self.engine.replace(leaves)
 
@@ -232,6 +243,7 @@ def as_pipeline(
             f"model with {stages} pipeline stages will have an additional {stages - 1} stages when "
             f"training. Received: accumulation={options.microbatches}."
         )
+    # Users may leave numbers of devices out; a mapping counts those that are used.
     devices = sorted(set(forward.devices))
     mapping = [devices.index(device) for device in forward.devices]
     schedule = options.schedule if pipelined else PipelineSchedule.SEQUENTIAL
@@ -249,6 +261,8 @@ def as_pipeline(
 def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule:
     """The fastest schedule for this number of microbatches."""
     reason = ""
+    # The fastest first. Whether one fits the numbers of stages and microbatches, only a plan can
+    # say.
     for schedule in (PipelineSchedule.GROUPED, PipelineSchedule.INTERLEAVED):
         try:
             plan(len(mapping), microbatches, schedule, mapping)

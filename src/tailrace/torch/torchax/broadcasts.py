@@ -63,6 +63,7 @@ def first_spread_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A product that is added to the first argument."""
 
     def run(x: TensorLike, *factors: Any, **named: Any) -> Any:
+        # Of the result, which only the function knows; nothing is computed for it.
         shape = jax.eval_shape(lambda x, *factors: theirs(x, *factors, **named), x, *factors).shape
         return theirs(spread(x, shape), *factors, **named)
 

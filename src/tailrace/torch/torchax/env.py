@@ -8,19 +8,21 @@ from typing import Any, Protocol
 import jax
 import torch
 
+from tailrace.data.trees import Tree
 
-class Env(Protocol):
+
+class Env(contextlib.AbstractContextManager[Any], Protocol):
     """The environment in which a forward pass is traced."""
 
-    def j2t_iso(self, value: Any) -> Any:
+    def j2t_iso(self, value: Tree) -> Any:
         """JAX values in nested containers as tensors of the program, which share them."""
         ...
 
-    def t2j_copy(self, value: Any) -> Any:
+    def t2j_copy(self, value: Tree) -> Any:
         """Tensors of the host as JAX values; copies, because PyTorch may write to them later."""
         ...
 
-    def to_xla(self, value: Any) -> Any:
+    def to_xla(self, value: Tree) -> Any:
         """Tensors of the host as tensors of the program."""
         ...
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import Index, TensorLike
 from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.torchax.results import as_dtype, number_as
 from tailrace.torch.tracing.watch import current_watch
@@ -22,7 +22,7 @@ _Basic: TypeAlias = "int | slice | EllipsisType | None"
 """The parts of a key that select without looking at values."""
 
 
-def set_item(x: TensorLike, key: Any, value: TensorLike) -> None:
+def set_item(x: TensorLike, key: Index, value: TensorLike) -> None:
     """`__setitem__` of torchax's tensors and slices, which no mode intercepts."""
     if (watch := current_watch()) is not None:
         # Before anything is read: earlier writes may have gone through another view.
@@ -40,7 +40,7 @@ def set_item(x: TensorLike, key: Any, value: TensorLike) -> None:
         x.update(new)
 
 
-def _index_of(key: Any) -> Any:
+def _index_of(key: Index) -> Any:
     """A key of arrays; JAX refuses lists, as in `x[[0, 2], 1]`."""
     if isinstance(key, tuple):
         return tuple(_index_of(part) for part in key)
@@ -49,7 +49,7 @@ def _index_of(key: Any) -> Any:
     return key.jax() if hasattr(key, "jax") else key
 
 
-def _written(x: jax.Array, key: Any, value: TensorLike) -> jax.Array:
+def _written(x: jax.Array, key: Index, value: TensorLike) -> jax.Array:
     """The array with `value` at `key`."""
     from torchax.ops.jaten import _shape_static_boolean_index_put as put_by_mask
 
@@ -100,9 +100,9 @@ def _dims(parts: tuple[_Basic, ...], ndim: int, whole: tuple[_Basic, ...]) -> in
     return kept + (left_out if at_end else 0)
 
 
-def _is_mask(part: Any) -> bool:
+def _is_mask(part: object) -> bool:
     return isinstance(part, jax.Array | np.ndarray) and part.dtype == bool and part.ndim > 0
 
 
-def _is_basic(part: Any) -> bool:
+def _is_basic(part: object) -> bool:
     return part is None or part is ... or isinstance(part, int | slice)

@@ -74,7 +74,7 @@ def _placeholders() -> Iterator[None]:
     packet: Any = type(torch.ops.aten.add)
     plain = packet.__getattr__
 
-    def lenient(self: Any, name: str) -> Any:
+    def lenient(self: object, name: str) -> Any:
         try:
             return plain(self, name)
         except AttributeError:

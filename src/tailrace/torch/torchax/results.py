@@ -35,6 +35,7 @@ def plainly() -> Iterator[None]:
 
 def expected(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """PyTorch's result, as tensors without values; None if it is unknown."""
+    # All of it is on "meta".
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     try:
         return _on_meta(func, args, kwargs)
@@ -96,6 +97,7 @@ def corrected(
                 f"{name_of(func)} has no lowering for these arguments (it would return the shape "
                 f"{list(mine.shape)} instead of {list(one.shape)})"
             )
+    # By identity, because results may be nested in containers of any kind.
     by_id = dict(zip(map(id, ours), theirs, strict=True))
 
     def cast(leaf: TensorLike) -> Any:
@@ -182,8 +184,10 @@ def with_numbers_stored(
     return args, named
 
 
-def check_cast(plain: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse an operation in place whose result has another kind of numbers, such as `x += 0.5` for
+def check_cast(
+    plain: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse an in-place operation whose result has another kind of numbers, such as `x += 0.5` for
     integers; PyTorch does, and a cast would lose digits silently.
 
     Args:
@@ -224,6 +228,7 @@ def _place_of_dtype(func: Callable[..., Any]) -> int | None:
     """Where a function takes the dtype that it computes in; None where it takes none."""
     overloads = [func] if isinstance(func, torch._ops.OpOverload) else []
     if not overloads:
+        # A function that is seen before it is dispatched; its operation mostly has the same name.
         packet = getattr(aten, getattr(func, "__name__", ""), None)
         known = isinstance(packet, torch._ops.OpOverloadPacket)
         overloads = [getattr(packet, name) for name in packet.overloads()] if known else []
@@ -298,6 +303,7 @@ def without_out(func: Callable[..., Any]) -> Any:
     """The overload that returns what this one writes into `out`; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
+    # By the types of the other arguments: names of overloads follow no rule.
     taken = [str(a.type) for a in func._schema.arguments if not a.is_out]
     packet = func.overloadpacket
     for name in packet.overloads():
@@ -359,6 +365,8 @@ def promoted(
     def cast(value: object) -> Any:
         if not isinstance(value, torch.Tensor) or value.is_complex():
             return value
+        # Not the dtype of the result: JAX's functions want 32 bits, and `corrected` casts what they
+        # return.
         dtype = torch.float32 if floating or value.is_floating_point() else torch.int32
         if value.dtype == dtype:
             return value

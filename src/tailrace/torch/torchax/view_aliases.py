@@ -23,6 +23,13 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.torch.torchax.results import plainly
 
+
+def _functions(names: tuple[str, ...]) -> set[Any]:
+    """Functions of these names, and methods: a mode sees which of the two was called."""
+    places = (torch, torch.Tensor)
+    return {getattr(place, name) for place in places for name in names if hasattr(place, name)}
+
+
 _NAMES = (
     *("diagonal", "flatten", "moveaxis", "movedim", "narrow", "permute", "ravel", "reshape"),
     *("reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten"),
@@ -31,12 +38,7 @@ _NAMES = (
 
 VIEWS = frozenset(
     {
-        *(
-            getattr(place, name)
-            for place in (torch, torch.Tensor)
-            for name in _NAMES
-            if hasattr(place, name)
-        ),
+        *_functions(_NAMES),
         *(getattr(getattr(torch.Tensor, name), "__get__") for name in ("T", "mT")),  # noqa: B009
     }
 )
@@ -46,12 +48,7 @@ _SPLITTING = (
     *("chunk", "dsplit", "hsplit", "split", "split_with_sizes", "tensor_split", "unbind", "vsplit"),
 )
 
-SPLITS = frozenset(
-    getattr(place, name)
-    for place in (torch, torch.Tensor)
-    for name in _SPLITTING
-    if hasattr(place, name)
-)
+SPLITS = frozenset(_functions(_SPLITTING))
 """Functions that return several views of one tensor."""
 
 

@@ -44,6 +44,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
             for name in _traced_in(vars(inner)["_buffers"]):  # None before, or not there
                 changed.append((f"{path}.{name}".strip("."), None))
                 inner._buffers[name] = None
+    # After everything is put back: an error must not leave tensors of the program in the module.
     for name, value in changed:
         if any(id(leaf) in watch.constants for _, leaf in flatten(value)):
             raise ProgramError(
@@ -54,7 +55,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
         note_once(
             f"forward of {type(root).__name__} sets the attribute {name!r} to a tensor that has a "
             f"value only inside of the program: after a call it is as before. To see the tensor, "
-            f"return it or anchor it. What is to last from call to call belongs into a buffer that is "
+            f"return it or anchor it. What is to last from call to call belongs in a buffer that is "
             f"updated in place: register_buffer, then copy_.",
             key=f"attribute set in forward {type(root).__name__} {name}",
         )

@@ -53,6 +53,7 @@ WIDE = {
 }
 """What loses too much in 16 bits, by the kind of device: in float32."""
 
+# The lists have public names; what a mode sees of the same function may have another.
 _SPELLED = {
     "__matmul__": "matmul",
     "__rmatmul__": "matmul",

@@ -69,6 +69,7 @@ def _hooks(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if module._backward_pre_hooks:
             yield where, "register_full_backward_pre_hook"
         if module._backward_hooks:
+            # Named as it was registered: PyTorch keeps both kinds in one dict.
             full = getattr(module, "_is_full_backward_hook", None)
             yield where, "register_full_backward_hook" if full else "register_backward_hook"
     for name, parameter in root.named_parameters():

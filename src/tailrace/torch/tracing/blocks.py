@@ -217,6 +217,7 @@ class Staging:
         if self.rule == "increment":
             known = {stage: device for stage, device in seen}
             stage = ("block", name)
+            # A block of a known name goes on in its stage; a new one is on the next device.
             default = known.get(stage, len(known))
             return stage, default if device is None else device
         if name not in self._stage_of:
@@ -261,6 +262,7 @@ def _cut(watch: Watch) -> None:
     from tailrace.pipeline.boundary import stage_boundary
 
     latest = watch.latest
+    # The latest tensor alone: what else crosses is found by its use.
     marked = stage_boundary(latest.jax())
     if hasattr(latest, "_elem"):
         # In place: whoever holds the tensor gets the marked value, which must be the one that is

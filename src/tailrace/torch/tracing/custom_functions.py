@@ -69,7 +69,7 @@ def custom_functions(
     """
     before = vars(_BASE).get("apply")
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         traced = current_watch() is watch and any(map(is_traced, args)) and not kwargs
         # Its backward runs PyTorch's autograd, which has recorded nothing here.
         if cls is checkpoint.CheckpointFunction and current_watch() is watch:
@@ -97,7 +97,7 @@ class _Call:
     def __init__(
         self,
         watch: Watch,
-        cls: Any,
+        cls: type[torch.autograd.Function],
         args: tuple[Any, ...],
         differentiated: bool,
         mode: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -123,6 +123,7 @@ class _Call:
         results = list(out) if isinstance(out, tuple) else [out]
         made = list(results)
         for number, value in self._attached(results).items():
+            # The values of forward, with the gradient of backward.
             made[number] = watch.tensor(value)
         for original, copied, value in zip(self.args, given, stopped, strict=True):
             # `ctx.mark_dirty` need not be called for this to be noticed.
@@ -138,6 +139,7 @@ class _Call:
 
     def _forward(self, given: list[Any]) -> Any:
         cls = self.cls
+        # The older of PyTorch's two forms: one method, `forward(ctx, ...)`.
         if cls.setup_context is autograd._SingleLevelFunction.setup_context:
             return cls.forward(self.context, *given)
         out = cls.forward(*given)

@@ -63,7 +63,7 @@ def explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Exceptio
 
 
 def _of_values(error: Exception, where: str) -> str | None:
-    """What to say where Python, or a shape, depends on the value of a tensor."""
+    """The message where Python, or a shape, depends on the value of a tensor."""
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return (
             f"{_ONCE}, so no shape may depend on the values of a tensor. A mask as an index, x[mask], "
@@ -97,7 +97,7 @@ def _of_values(error: Exception, where: str) -> str | None:
 
 
 def _of_operations(error: Exception, where: str) -> str | None:
-    """What to say where an operation has no form on the device."""
+    """The message where an operation has no form on the device."""
     text = str(error).strip()
     if "torchax Tensors can only do math" in text:
         text = f"{_refused_operation(error)} has no lowering"

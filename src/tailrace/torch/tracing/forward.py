@@ -121,6 +121,8 @@ class Forward:
         """(loss, next buffers); the outputs are marked by name. Called while a program is traced."""
         ran = self._run(params, buffers, element, key())
         for name, value in ran.leaves:
+            # Through taps, like everything that is observed: what a call returns (all, the last, a
+            # sum) is the mode of a tap.
             mark(value, Tag("value", f"output/{name}"))
         # Arguments that forward has changed leave like outputs, under names of their own.
         for number, value in ran.written.items():

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
+from tailrace.torch.torchax.env import Env
 from tailrace.torch.torchax.loading import environment
 from tailrace.torch.torchax.ops.table import REPLACED
 from tailrace.torch.torchax.unnamed_device import unnamed_device
@@ -107,6 +108,42 @@ class ModuleFunction:
             return given[-1][0]
 
         args, kwargs = fill(wrap)
+        with self._traced(env, watch, tensors, key):
+            try:
+                # The module is not changed: its tensors are exchanged for those of the trace while it
+                # runs.
+                out = torch.func.functional_call(
+                    self.module, _by_places(self.module, tensors), args, kwargs, tie_weights=False
+                )
+            except Exception as error:
+                raise explained(error, watch, self.module) from error
+        # An in-place operation gives a tensor another JAX value; the same object means that nothing was
+        # written.
+        written = {
+            number: tensor.jax()
+            for number, (tensor, array) in enumerate(given)
+            if tensor.jax() is not array
+        }
+        _check_unchanged(weights, params)
+        # What was re-bound in forward is gone by now; what was updated in place is here.
+        after, changed = _buffers_after(states, buffers)
+        if lost := held_elsewhere(out, is_traced):
+            attribute, kind = lost
+            raise ProgramError(
+                f"A model returns tensors, alone or in tuples, lists, dicts, named tuples and "
+                f"dataclasses. {type(self.module).__name__} returns a {kind.__name__}, which holds "
+                f"tensors in {attribute!r}. Return the tensors themselves, or say how a "
+                f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
+            )
+        outputs = rebuild(out, lambda v: watch.constant(v).jax() if watch.counts(v) else v)
+        leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
+        return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
+
+    @contextlib.contextmanager
+    def _traced(
+        self, env: Env, watch: Watch, tensors: Mapping[str, Any], key: object
+    ) -> Iterator[None]:
+        """A context in which functions of PyTorch become operations of the program."""
         # The order counts. Of modes, the one entered last sees a function first: `WatchingMode`, then
         # torchax's environment. PyTorch's own settings come before both.
         with contextlib.ExitStack() as stack:
@@ -132,57 +169,41 @@ class ModuleFunction:
             stack.enter_context(env)
             # Tensors that forward makes without a device (`torch.zeros(3)`) are tensors of the program.
             stack.enter_context(unnamed_device())
+            # Hooks of the backward pass are refused in training; in inference they never run.
             replaced = {**REPLACED, **refusals(self.differentiated)}
             mode = functools.partial(WatchingMode, watch, LOSS_FUNCTIONS, replaced, cast_arguments)
             stack.enter_context(custom_functions(watch, self.differentiated, mode))
             stack.enter_context(mode())
-            try:
-                # The module is not changed: its tensors are exchanged for those of the trace while it
-                # runs.
-                out = torch.func.functional_call(
-                    self.module, _by_places(self.module, tensors), args, kwargs, tie_weights=False
-                )
-            except Exception as error:
-                raise explained(error, watch, self.module) from error
-        # An in-place operation gives a tensor another JAX value; the same object means that nothing was
-        # written.
-        written = {
-            number: tensor.jax()
-            for number, (tensor, array) in enumerate(given)
-            if tensor.jax() is not array
-        }
-        held: dict[str, Any] = dict(weights)
-        for name, tensor in held.items():
-            if tensor.jax() is not params[name]:
-                raise ProgramError(
-                    f"Parameter {name} is changed in place within the model. The optimizer updates the "
-                    f"parameter as it was before, so the change would be lost after the call. Compute "
-                    f"with the changed value instead ({name}.clamp(...)), or make it a buffer."
-                )
-        # What was re-bound in forward is gone by now; what was updated in place is here.
-        updated: dict[str, Any] = dict(states)
-        after = {name: state.jax() for name, state in updated.items()}
-        for name, value in after.items():
-            if value.shape != buffers[name].shape:
-                raise ProgramError(
-                    f"A buffer keeps its shape from step to step. {name!r} was "
-                    f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
-                )
-        # By identity, as above. Inference writes only these back to the host.
-        changed = frozenset(name for name, value in after.items() if value is not buffers[name])
-        # The state of a loop keeps its dtypes.
-        after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
-        if lost := held_elsewhere(out, is_traced):
-            attribute, kind = lost
+            yield
+
+
+def _check_unchanged(weights: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Refuse a forward pass that has written to a parameter."""
+    for name, tensor in weights.items():
+        if tensor.jax() is not params[name]:
             raise ProgramError(
-                f"A model returns tensors, alone or in tuples, lists, dicts, named tuples and "
-                f"dataclasses. {type(self.module).__name__} returns a {kind.__name__}, which holds "
-                f"tensors in {attribute!r}. Return the tensors themselves, or say how a "
-                f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
+                f"Parameter {name} is changed in place within the model. The optimizer updates the "
+                f"parameter as it was before, so the change would be lost after the call. Compute "
+                f"with the changed value instead ({name}.clamp(...)), or make it a buffer."
             )
-        outputs = rebuild(out, lambda v: watch.constant(v).jax() if watch.counts(v) else v)
-        leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
-        return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
+
+
+def _buffers_after(
+    states: Mapping[str, Any], buffers: Mapping[str, Any]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """The values of buffers after forward, and the names of those that it has changed."""
+    after = {name: state.jax() for name, state in states.items()}
+    for name, value in after.items():
+        if value.shape != buffers[name].shape:
+            raise ProgramError(
+                f"A buffer keeps its shape from step to step. {name!r} was "
+                f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
+            )
+    # By identity: an in-place operation makes another value. Inference writes only these back to the
+    # host.
+    changed = frozenset(name for name, value in after.items() if value is not buffers[name])
+    # The state of a loop keeps its dtypes.
+    return {name: v.astype(buffers[name].dtype) for name, v in after.items()}, changed
 
 
 def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
@@ -237,7 +258,7 @@ def training_modes(module: torch.nn.Module) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]):
+def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]) -> Iterator[None]:
     """The modules in the given modes, for as long as this lasts."""
     inside = dict(module.named_modules())
     before = {name: inner.training for name, inner in inside.items()}
@@ -251,7 +272,7 @@ def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]):
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without JAX's warnings about 64-bit dtypes, which PyTorch's code asks for all the time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
@@ -261,7 +282,7 @@ def _quiet():
 
 
 @contextlib.contextmanager
-def _without_looking_at_values():
+def _without_looking_at_values() -> Iterator[None]:
     """Without those parts of PyTorch that look at values to choose or to check.
 
     Fused attention is one opaque operation; transformers compare a mask with the causal one, to say
@@ -291,7 +312,7 @@ def _without_looking_at_values():
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _as_given(_: Any, values: Tree) -> Any:
+def _as_given(_: object, values: Tree) -> Any:
     return values
 
 

@@ -116,7 +116,7 @@ class Watch:
                 raise ProgramError(
                     f"Forward writes values of the program into a tensor of the host, of shape "
                     f"{list(tensor.shape)}, where they would be lost. State that lasts from call to "
-                    f"call belongs into a buffer: self.register_buffer(...). A tensor to be filled is "
+                    f"call belongs in a buffer: self.register_buffer(...). A tensor to be filled is "
                     f"made in forward: torch.zeros(..., device=x.device), or a clone()."
                 )
             self.written[id(tensor)] = tensor
@@ -160,7 +160,7 @@ class WatchingMode(TorchFunctionMode):
         # Functions of the host's tensors alone run in PyTorch, once, while tracing.
         ours = any(self.watch.counts(t) for t in tensors)
         used: list[tuple[Any, Any, Any]] = []
-        # Tensors of the host next to traced ones: torchax refuses the mixture.
+        # Tensors of the host next to traced ones: torchax refuses to mix them.
         if ours and not all(is_traced(t) for t in tensors):
             constant = self.watch.constant
             args, kwargs = rebuild(args, constant), rebuild(kwargs, constant)

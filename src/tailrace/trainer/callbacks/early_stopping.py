@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.counts import check_count, check_flag
 from tailrace.errors import OptionError
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.observation.monitoring import Monitor
+from tailrace.trainer.random_keys import as_keys, as_numbers, generator_of, is_key
 
 if TYPE_CHECKING:
     from tailrace.records.history import History
@@ -75,6 +75,7 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Start over, unless a fit is resumed."""
+        # A resumed fit sets them after this, by `set_state`.
         self.watched.best, self._waited, self._kept = None, 0, None
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
@@ -115,24 +116,15 @@ class EarlyStopping(Callback):
             self._waited, self.best_step = 0, trainer.step
             if self.restore_best:
                 # On the host: a device that is full with one state has no room for a second.
-                self._kept = [_on_host(leaf) for leaf in jax.tree.leaves(trainer.state)]
+                self._kept = [
+                    np.asarray(as_numbers(leaf)) for leaf in jax.tree.leaves(trainer.state)
+                ]
             return
         self._waited += 1
         if self._waited >= max(1, self.patience):
             trainer.stop()
 
 
-def _is_key(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray:
-    """The values of a leaf; random keys as the numbers they are made of."""
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
 def _like(leaf: jax.Array, values: np.ndarray) -> jax.Array | np.ndarray:
-    """The values of `_on_host` as a leaf again."""
-    if not _is_key(leaf):
-        return values
-    return jax.random.wrap_key_data(jnp.asarray(values), impl=jax.random.key_impl(leaf))
+    """Values that were kept on the host, as a leaf again."""
+    return as_keys(values, generator_of(leaf)) if is_key(leaf) else values

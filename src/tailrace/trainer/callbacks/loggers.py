@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.data.paths import check_path
+from tailrace.data.paths import check_path, file_in_the_way
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.trainer.callbacks.callback import Callback, Execution
 
@@ -99,6 +99,8 @@ class CSVLogger(Callback):
         """Do not create the file yet: until the first row the fit may still be resumed."""
         self._write()
         again = self._end - trainer.step  # rows that come again, after the state was set back
+        # The file goes on if its rows reach this step: the same training continues. Any other fit
+        # starts a new file.
         if trainer.step and 0 <= again < self._written and self._path.exists():
             self._written, self._resumed = self._written - again, self._resumed or again > 0
         else:
@@ -159,7 +161,7 @@ class CSVLogger(Callback):
             return []
         if not self._path.exists():
             raise RunError(
-                f"CSVLogger goes on with {str(self._path)!r}, which is gone. Put it back, or start "
+                f"CSVLogger continues {str(self._path)!r}, which is gone. Put it back, or start "
                 f"with a new checkpoint directory."
             )
         with self._path.open(newline="") as file:
@@ -234,6 +236,7 @@ class TensorBoard(Callback):
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Values of a validation."""
+        # At the last step before it, as in a history.
         for name, value in logs.items():
             self._writer.add_scalar(name, value, max(0, trainer.step - 1))
 
@@ -246,8 +249,8 @@ class TensorBoard(Callback):
 
 def _check_folder(who: str, folder: Path) -> None:
     """Refuse a folder that is, or goes through, a file: before the steps whose values it is for."""
-    there = next((one for one in (folder, *folder.parents) if os.path.exists(one)), folder)
-    if os.path.exists(there) and not os.path.isdir(there):
+    there = file_in_the_way(folder)
+    if there is not None:
         raise OptionError(
             f"{who} writes into a directory, and {str(there)!r} is a file. Received: {str(folder)!r}. "
             f"Give another path."
@@ -262,5 +265,5 @@ def _writing(who: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             f"{who} cannot write {str(path)!r}: {error.strerror or error}. Make room or give another "
-            f"path; with fit(checkpoint=...) the same script then goes on."
+            f"path; with fit(checkpoint=...) the same script then resumes."
         ) from error

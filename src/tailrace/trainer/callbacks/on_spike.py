@@ -68,10 +68,11 @@ class OnSpike(Callback):
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """Look at the loss of each step."""
-        # On the host: losses come to it anyway, and it has time while the next execution runs.
+        # On the host: losses come to it anyway, and it is idle while the next execution runs.
         losses = [float(loss) for loss in execution.values["loss"]]
         most = self._window.maxlen or len(self._window)
         scores = moving_scores(losses, self._window, most, self._least)
+        # Spikes too: scores are by medians, which one outlier does not move.
         self._window.extend(losses)
         for number in np.flatnonzero(scores > self._score):
             step, loss = execution.first_step + int(number), losses[number]
@@ -88,6 +89,7 @@ class OnSpike(Callback):
 
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""
+        # The window as well: a resumed fit judges its first steps as the fit would have.
         return {
             "window": list(self._window),
             "spikes": [dataclasses.asdict(spike) for spike in self.spikes],

@@ -39,6 +39,8 @@ class DeviceCopy:
         """The array on the host; called once."""
         if len(self.pieces) == 1:
             return np.asarray(self.pieces.pop()).reshape(self.shape)
+        # One array, filled piece by piece: joining the pieces at the end would take its memory
+        # twice.
         found, done = np.empty(self.shape, self.dtype), 0
         flat = found.reshape(-1)
         for piece in self._taken():
@@ -79,6 +81,8 @@ def _copies(arrays: list[jax.Array], piece: int) -> list[list[jax.Array]]:
 
 def _pieces(array: jax.Array, count: int) -> list[jax.Array]:
     if array.size <= count:
+        # Explicitly: `jit` returns an argument that it passes through as the same buffer, which the
+        # next execution overwrites.
         return [jnp.copy(array)]
     flat = array.reshape(-1)
     starts = range(0, array.size, count)

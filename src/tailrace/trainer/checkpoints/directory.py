@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tailrace.data.paths import file_in_the_way
 from tailrace.errors import CheckpointError, RunError
 from tailrace.messages import logger
 from tailrace.runs.info import RUN_FILE, read_info
@@ -30,6 +31,7 @@ from tailrace.runs.storage.lock import DirectoryLock, DirectoryTaken
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.snapshot import Snapshot
 
+# Digits are limited: names on a disk may be anything, and `int` refuses very long ones.
 _NAME = re.compile(r"step-(\d{1,18})(-end|-best)?")
 _FIT = re.compile(r"fit-(\d{1,9})")
 
@@ -37,6 +39,7 @@ DAMAGED = ".damaged"
 """The suffix of a checkpoint that could not be read."""
 
 
+# Sorted by fit and step; of one step, the end of the fit comes last, because it is the newest.
 @dataclasses.dataclass(frozen=True, order=True)
 class Kept:
     """An existing checkpoint."""
@@ -74,6 +77,7 @@ class CheckpointDirectory:
             if fit is not None and number != fit:
                 continue
             for path in folder.iterdir():
+                # What was set aside, or is unfinished, has another name and is passed over.
                 name = _NAME.fullmatch(path.name)
                 if name and path.is_dir() and not path.is_symlink():
                     end, best = name[2] == "-end", name[2] == "-best"
@@ -118,7 +122,7 @@ class CheckpointDirectory:
         if later:
             # Their checkpoints, and the rows of a run directory, follow the end of this fit as it was.
             raise CheckpointError(
-                f"{error} It belongs to a fit that later fits went on from (fit-{later[0]}). Put a "
+                f"{error} It belongs to a fit that later fits continued from (fit-{later[0]}). Put a "
                 f"copy of it back; or remove it, fit-{later[0]} and later ones, to train from the "
                 f"checkpoint before it."
             ) from error
@@ -128,7 +132,7 @@ class CheckpointDirectory:
                 f"directory to train from the start."
             ) from error
         aside = damaged.path.with_name(damaged.path.name + DAMAGED)
-        # Of an earlier attempt at the same step.
+        # Left by an earlier attempt at the same step.
         shutil.rmtree(aside, ignore_errors=True)
         try:
             os.rename(damaged.path, aside)
@@ -151,6 +155,7 @@ class CheckpointDirectory:
             self._held.make_folder(f"fit-{fit}")
         ending = "-end" if ended else "-best" if best else ""
         path = self.directory / f"fit-{fit}" / f"step-{step}{ending}"
+        # A resumed fit trains some steps again, and meets checkpoints that it wrote before.
         if path.exists():
             if not ended:
                 return  # the same step, and so the same state
@@ -194,8 +199,8 @@ class CheckpointDirectory:
 
 def check_no_file(rule: str, directory: Path) -> None:
     """Refuse a path of a directory that is, or goes through, a file."""
-    there = next((one for one in (directory, *directory.parents) if os.path.exists(one)), directory)
-    if os.path.exists(there) and not os.path.isdir(there):
+    there = file_in_the_way(directory)
+    if there is not None:
         raise CheckpointError(
             f"{rule}, and {str(there)!r} is a file. Received: {str(directory)!r}. Give another path."
         )

@@ -59,7 +59,7 @@ def damage_in(directory: Path) -> str:
 
 
 def _foreign(directory: Path) -> str:
-    """What Orbax must not open: it would wait for a pipe for ever, and read a device without end."""
+    """What Orbax must not open: it would wait for a pipe forever, and read a device without end."""
     for path in sorted(directory.rglob("*")):
         name, about = path.relative_to(directory).as_posix(), path.lstat()
         if not stat.S_ISDIR(about.st_mode) and not stat.S_ISREG(about.st_mode):

@@ -29,6 +29,7 @@ def _trim() -> Callable[[int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
+        # Of the process itself, whichever C library it was linked with.
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):  # another C library
         return None

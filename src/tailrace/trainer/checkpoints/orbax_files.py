@@ -19,7 +19,8 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class DamagedCheckpoint(CheckpointError):
     """Files of a checkpoint are missing, or are not what was written."""
 
 
-def import_orbax() -> Any:
+def import_orbax() -> ModuleType:
     """Import Orbax's version 1 interface, or raise an error that says what to install."""
     for name in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
         try:
@@ -119,7 +120,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         force_folder(path.parent)
 
 
-def _plain(orbax: Any) -> contextlib.AbstractContextManager[Any]:
+def _plain(orbax: ModuleType) -> contextlib.AbstractContextManager[Any]:
     """A context without compression.
 
     Floats hardly become smaller (float32 by 7 %, bfloat16 by 22 %), and it takes twice as long, three
@@ -148,7 +149,7 @@ def _save_alone(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         checkpointer.save(path, ocp.args.Composite(pytree=tree), custom_metadata=dict(note))
 
 
-def _alone(orbax: Any) -> contextlib.AbstractContextManager[Any]:
+def _alone(orbax: ModuleType) -> contextlib.AbstractContextManager[Any]:
     """A context in which this process reads, independent of the others."""
     if distributed.process_count() == 1:
         return contextlib.nullcontext()
@@ -214,8 +215,8 @@ def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
         whole = "checksum" not in said or said["checksum"] == now
     if version not in range(1, FORMAT + 1):
         raise CheckpointError(
-            f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
-            f"forms up to {FORMAT}. Use the version that wrote it."
+            f"The checkpoint {str(path)!r} has format {version!r}; this version of Tailrace reads "
+            f"formats up to {FORMAT}. Use the version that wrote it."
         )
     expected = {
         name: (form.shape, form.dtype)
@@ -228,7 +229,13 @@ def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
     return note, forms, long
 
 
-def _is_padded(described: Any) -> bool:
+class _Described(Protocol):
+    """An array in Orbax's metadata."""
+
+    shape: tuple[int, ...]
+
+
+def _is_padded(described: _Described) -> bool:
     """Whether the chunks of an array are larger than it is: memory is taken for whole chunks."""
     stored = getattr(described, "storage_metadata", None)
     chunks = [getattr(stored, name, None) for name in ("chunk_shape", "write_shape")]
@@ -255,6 +262,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             else np.zeros(form.shape, _dtype(form.dtype))
             for name, form in forms.items()
         }
+    # The bytes of large files are checked here only, array by array, once they are in memory.
     for name, form in forms.items():
         found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
         if found != form:
@@ -273,6 +281,7 @@ def remove(path: Path) -> None:
     """Remove a checkpoint atomically: renamed first, so that no partial one has its name."""
     partial = path.with_name(path.name + UNFINISHED)
     shutil.rmtree(partial, ignore_errors=True)
+    # A rename that fails leaves the checkpoint whole: it is superseded, and does no harm.
     with contextlib.suppress(OSError):
         os.rename(path, partial)
     shutil.rmtree(partial, ignore_errors=True)

@@ -138,6 +138,7 @@ class Saving:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Hold the lock of the directory."""
+        # Before the directory is made and locked: without Orbax it would stay empty.
         orbax_files.import_orbax()
         with ExitStack() as stack:
             # One process holds the lock for all: a lock per process would refuse the others.
@@ -159,6 +160,8 @@ class Saving:
             read[:] = self._writer.directory.read_newest(self._writer.fit) or ()
             return str(read[0].path) if read else None
 
+        # `newest` leaves in the list what it has read: the process that looked need not read it
+        # again.
         found = first_does(newest)
         if found is None:
             return None
@@ -183,6 +186,7 @@ class Saving:
         further = _less(before, self._duration)
         finished = bool(fit["ended"] and not further) or progress.passed(self._duration)
         progress.stopped = progress.stopped and not fit["ended"]  # to be continued, if not finished
+        # Without a word, a fit that trains nothing would look like a fault.
         if finished and (not fit["ended"] or _less(self._duration, before)):
             note_once(
                 f"fit({self._duration}): the checkpoint directory holds a fit that went further "
@@ -226,6 +230,8 @@ class Saving:
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse a checkpoint of another training."""
         engine, fit = self._engine, note["fit"]
+        # What decides the bits of the steps to come. Not the optimizer, which is changed on purpose
+        # at times, nor taps, which change nothing.
         here = {
             "seed": (engine.seed, note["seed"]),
             "the trainer's step when the fit begins": (engine.step, progress.first_step),
@@ -253,7 +259,7 @@ class Saving:
             )
             note_once(
                 f"The checkpoint directory {self.directory!r} was trained with {then}, and this "
-                f"trainer has {now}. {what}; a training of its own needs another directory.",
+                f"trainer has {now}. {what}; a separate training needs another directory.",
                 key=f"optimizer {self.directory} {now}",
             )
 
@@ -338,7 +344,7 @@ class Saving:
                 # Each process reads its own part of the data.
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
-                # For a replay: a loop with other room is another program, and may round otherwise.
+                # For a replay: a loop with other room is another program, and may round differently.
                 "capacity": engine.runner.capacity,
                 "callbacks": states,
                 "best": None if self.monitor is None else self.monitor.best,
@@ -358,6 +364,8 @@ def bring_to(
     """
     source = as_dataset(dataset)
     between_passes = bool(progress.epochs) and progress.steps == progress.epoch_start
+    # At the end of a pass the next has not begun: the fit restarts the dataset itself, as it would
+    # have without the interruption.
     begun = progress.epochs - between_passes
     again = begun + bool(progress.first_epoch)
     if source.fast is None and source.restartable and "source" not in position:
@@ -377,12 +385,14 @@ def describe_accumulation(engine: Engine) -> str:
     return f"{engine.accumulation.reduction}, {name}"
 
 
-def as_json(value: Any, where: str) -> Any:
+def as_json(value: object, where: str) -> Any:
     """A value that JSON returns as it was; refuses any other, because `set_state` would get another.
 
     >>> as_json({"best": np.float32(0.5), "seen": (1, 2)}, "state")
     {'best': 0.5, 'seen': [1, 2]}
     """
+    # Scalars of NumPy are what callbacks mostly have (the mean of some losses), and JSON knows
+    # none.
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list | tuple):

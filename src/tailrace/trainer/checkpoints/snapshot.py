@@ -14,10 +14,12 @@ from tailrace.data.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
+from tailrace.messages import listed
 from tailrace.records.history import History
 from tailrace.trainer.checkpoints.device_copies import DeviceCopy, copied
 from tailrace.trainer.checkpoints.long_arrays import HISTORY
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.random_keys import as_keys, as_numbers, generator_of, is_key
 
 STATE, CALLBACK = "state/", "callback/"
 """The prefixes of the names of arrays, beside that of a history."""
@@ -61,12 +63,10 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
     keys: dict[str, str] = {}
     for name, leaf in named_leaves(engine.state).items():
         value = engine.placement.readable(leaf)
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            # A key is not an array of numbers, which is all that a file holds: its data are stored,
-            # and in the note the generator that they belong to.
-            keys[name] = str(jax.random.key_impl(value))
-            value = jax.random.key_data(value)
-        arrays[STATE + name] = value
+        # The generator is not in the numbers: it goes into the note.
+        if is_key(value):
+            keys[name] = generator_of(value)
+        arrays[STATE + name] = as_numbers(value)
     return dict(copied(arrays)), keys
 
 
@@ -74,16 +74,14 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     """Restore an engine's state, step and seed from a checkpoint; refuses other shapes."""
     if "keys" not in note:
         raise CheckpointError(
-            "The checkpoint was saved by fit of a Keras model: only that model goes on from it."
+            "The checkpoint was saved by fit of a Keras model: only that model can resume from it."
         )
     now = named_leaves(engine.state)
     keys: Mapping[str, str] = note["keys"]
     found = {name.removeprefix(STATE): a for name, a in arrays.items() if name.startswith(STATE)}
     check_forms(now, found, keys, engine.own_of_replicas())
     leaves = [
-        jax.random.wrap_key_data(jnp.asarray(found[name]), impl=keys[name])
-        if name in keys
-        else jnp.asarray(found[name])
+        as_keys(found[name], keys[name]) if name in keys else jnp.asarray(found[name])
         for name in now
     ]
     # All leaves at once, after all were checked: a refused checkpoint changes nothing.
@@ -107,6 +105,7 @@ def check_forms(
     Leaves that differ per replica may have a leading replica dim: a trainer that has not run yet has
     one value for all.
     """
+    # All differences in one message: found one by one, each would take another start of the script.
     wrong: list[str] = []
     for name, leaf in now.items():
         if name not in found:
@@ -123,10 +122,9 @@ def check_forms(
             wrong.append(f"{name}: {_form(leaf)} here, {there} in the checkpoint")
     wrong += [f"{name}: missing here, {_form(found[name])}" for name in found if name not in now]
     if wrong:
-        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise CheckpointError(
             f"The state in the checkpoint does not have the form of the trainer's: "
-            f"{'; '.join(wrong[:8])}{more}. Make the trainer with the model, optimizer and options "
+            f"{listed(wrong, 8, '; ')}. Make the trainer with the model, optimizer and options "
             f"that the checkpoint was saved with."
         )
 
@@ -157,8 +155,9 @@ def history_of(
 
 def _is_key_like(leaf: jax.Array, stored: np.ndarray, kind: str) -> bool:
     """Whether a leaf is a random key of the stored kind and shape."""
+    # By shapes alone: JAX knows which generators there are, and how many numbers a key has.
     try:
-        form = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), stored)
+        form = jax.eval_shape(lambda numbers: as_keys(numbers, kind), stored)
     except (TypeError, ValueError):  # not a key, or one of an unknown kind
         return False
     return form.shape == leaf.shape and form.dtype == leaf.dtype

@@ -29,7 +29,7 @@ def first_does(act: Callable[[], Result]) -> Result:
     if distributed.writes():
         try:
             # In the first process only. An exception must still reach the meeting, or the others
-            # would wait for ever.
+            # would wait forever.
             own = {"found": act()}
         except TailraceError as error:
             failure, own = error, {"failed": str(error)}
@@ -48,6 +48,7 @@ def each_does(act: Callable[[], Result]) -> Result:
     try:
         found = act()
     except TailraceError as error:
+        # The others are on their way to the meeting below, and would wait there forever.
         distributed.meet({"failed": str(error)})
         raise
     for process, answer in enumerate(distributed.meet({})):
@@ -70,9 +71,10 @@ def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     count = distributed.process_count()
     if len(positions) == count:
         return positions[distributed.process_index()]
+    # Such a state is of one reader; for another division of the data it says nothing.
     if any("source" in position for position in positions):
         raise CheckpointError(
-            f"Datasets with a state of their own go on in as many processes as before: "
+            f"Datasets with a state of their own resume in as many processes as before: "
             f"{len(positions)} there, {count} here. Use that many, or datasets without one."
         )
     if len(positions) > 1 and any("recipe" in position for position in positions):

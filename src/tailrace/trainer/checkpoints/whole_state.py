@@ -56,7 +56,7 @@ def _check_new(where: Path) -> None:
     check_no_file("save writes a directory", where.parent)
     if os.path.lexists(where):
         raise CheckpointError(
-            f"save writes a new directory, and {str(where)!r} is there already. Give another "
+            f"save writes a new directory, and {str(where)!r} already exists. Give another "
             f"path, or use fit(checkpoint=...), which keeps several."
         )
 

@@ -42,6 +42,7 @@ class CheckpointWriter:
 
     def due(self, step: int) -> bool:
         """Whether it is time for a checkpoint."""
+        # By the monotonic clock: a change of the system time must not hold up checkpoints.
         seconds, steps = self.checkpoint.seconds, self.checkpoint.steps
         if seconds is not None:
             return time.monotonic() - self._last_time >= seconds
@@ -58,6 +59,7 @@ class CheckpointWriter:
         """
         # Before the snapshot is taken: two of them would be a second copy of the state.
         self.wait()
+        # In a list, from which the thread takes the last reference.
         snapshots = [take()]
         # In processes that do not write, too: all must agree on when the next one is due.
         self._last_step, self._last_time = step, time.monotonic()

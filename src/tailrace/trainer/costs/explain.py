@@ -37,6 +37,7 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
         flops_of_update=flops_of_update(engine),
     )
     if isinstance(engine.runner, PipelineRunner):
+        # Stages have unequal parts of the state: what a device needs is the largest of them.
         stages = pipeline_report(engine.runner.assembly, timed=False)
         whole = ("parameters", "optimizer state", "model state")
         rest = {name: n for name, n in explanation.parts.items() if name not in whole}
@@ -52,6 +53,7 @@ def flops_of_update(engine: Engine) -> float:
     name = "apply" if hasattr(optimizer, "apply") else "update"
     update = jax.jit(getattr(optimizer, name))
     held = keeping.forms if keeping is not None else state.optimizer_state
+    # As the step calls it, or lowering fails.
     extra = {"value": jnp.float32(0)} if engine.step_function.gives_loss else {}
     try:
         return flops_of(update.lower(state.params, held, state.params, **extra))

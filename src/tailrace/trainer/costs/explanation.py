@@ -106,7 +106,7 @@ def explain(
     )
 
 
-def flops_of(compiled: Any) -> float:
+def flops_of(compiled: jax.stages.Lowered | jax.stages.Compiled) -> float:
     """The floating-point operations of something lowered or compiled, as XLA counts them."""
     cost = compiled.cost_analysis() or {}
     # Some versions of JAX return a list with an entry for each device.

@@ -18,6 +18,7 @@ from tailrace.program.memory.activation_offload import HeldActivations, activati
 from tailrace.program.memory.host_memory import check_activations
 from tailrace.program.memory.optimizer_state import StateKeeping, check_options, decide
 from tailrace.program.running.placement import Placement
+from tailrace.trainer.random_keys import is_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ def plan_memory(
     check_options(share, offload_state)
     check_activations(offload_activations)
     keeping, held, decisions = None, None, ()
+    # None asks to offload where it pays, which depends on the devices.
     if share or offload_state is not False:
         keeping, decisions = decide(
             forms,
@@ -101,5 +103,4 @@ def plan_memory(
 def on_host(value: jax.Array) -> jax.Array | np.ndarray:
     """A copy in host memory; random keys are unchanged."""
     # NumPy has no dtype for random keys.
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jnp.copy(value) if is_key else np.array(value)
+    return jnp.copy(value) if is_key(value) else np.array(value)

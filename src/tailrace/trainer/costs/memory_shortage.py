@@ -59,6 +59,7 @@ def within_memory(engine: Training, length: int) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        # XLA has one class for all errors; the kind is in the text only.
         if EXHAUSTED not in str(error):
             raise
         raise DeviceMemoryError(describe_shortage(engine, length, str(error))) from error
@@ -77,6 +78,7 @@ def ended_within_memory(engine: Training, ticket: Ticket) -> Iterator[None]:
         if EXHAUSTED not in str(error):
             raise
         engine.step = ticket.first_step
+        # 0 steps: to the start of this execution, from the inputs that the guard has kept.
         if ticket.origin is not None:
             engine.runner.rewind(engine.loop_state, ticket.origin, 0)
         kept = ticket.origin is not None
@@ -146,6 +148,7 @@ def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
         "elements of the execution": ["a smaller steps_per_execution"],
         "what taps and metrics return": ["a smaller steps_per_execution, or fewer taps"],
     }
+    # Advice for the two largest parts: the rest would not help enough.
     known = [name for name in parts if parts[name] and name in options]
     chosen = known[:2] if parts.get(_TEMPORARIES) else [_TEMPORARIES, *known[:1]]
     if _TEMPORARIES not in chosen:  # smaller batches help whatever is large

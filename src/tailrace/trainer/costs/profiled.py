@@ -51,6 +51,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
     """The profile of executions of the program in use."""
     runner, state = engine.runner, engine.loop_state.copied()
     period, numbers = engine.sight.period, Numbers(engine.seed, engine.step)
+    # To be put back: a profile leaves no trace in the counts of the trainer.
     executed, compiled_s, keeps = runner.executions, runner.compile_s, runner.keep_elements
     taken: list[Mapping[Feed, Staged]] = []
     profiler = DeviceProfiler(None)

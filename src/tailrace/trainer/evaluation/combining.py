@@ -84,6 +84,8 @@ class Combined:
         chosen = by_name.get(name)
         if chosen is not None:
             return chosen
+        # [batches, ...]: arrays of integers are counts, such as a confusion matrix. Scalars are
+        # averaged, whole ones too.
         counts = value.ndim > 1 and value.dtype.kind in "iu"
         return "sum" if counts else "mean"
 
@@ -190,7 +192,7 @@ class _OfAll(_Collector):
         return _arrays(self._function(np.stack(joined) if len(shapes) == 1 else joined))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A real scalar as a float; complex numbers, texts and objects of a metric as they are."""
     scalar = np.asarray(value)
     if scalar.ndim:
@@ -202,7 +204,7 @@ def _is_dict(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _arrays(result: Any) -> Any:
+def _arrays(result: object) -> Any:
     if isinstance(result, Mapping):
         return {str(key): np.asarray(value) for key, value in result.items()}
     return np.asarray(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
-from tailrace.data.trees import Tree
+from tailrace.data.trees import Tree, TreeDef
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds import dispatch_table
@@ -64,6 +64,8 @@ class Evaluator:
             sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
 
         def join(*blocks: np.ndarray) -> np.ndarray:
+            # [elements, rows, ...]: rows of batches are joined; what has no rows is stacked by
+            # element.
             by_row = all(
                 block.ndim > 1 and size == {block.shape[1]}
                 for block, size in zip(blocks, sizes, strict=True)
@@ -210,6 +212,7 @@ class Evaluator:
     ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
+        # Each function is traced; equal programs are found again when they are to be compiled.
         key = (infeed.spec(), fn, shape)
         # Removed from the cache while it runs: a partly read stream must keep its infeed.
         found = self._runners.pop(key, None)
@@ -241,6 +244,7 @@ class Evaluator:
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        # Shown while it compiles, and stored with the compilation.
         runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed
 
@@ -251,7 +255,7 @@ def rows_of(spec: ElementSpec) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def _values_of(result: Any) -> dict[str, Any]:
+def _values_of(result: Tree) -> dict[str, Any]:
     """The values to combine, by name: from a dict, (loss, aux), or a single value."""
     if isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
@@ -269,7 +273,7 @@ def _values_of(result: Any) -> dict[str, Any]:
     }
 
 
-def _scalars_of(result: Any) -> dict[str, Any]:
+def _scalars_of(result: Tree) -> dict[str, Any]:
     """The loss and the other scalars, as in the history of a fit."""
     return {name: value for name, value in _values_of(result).items() if value.ndim == 0}
 
@@ -284,15 +288,15 @@ def _most(found: int) -> int:
 
 
 def _taken(
-    structure: Any,
-    leaves: Any,
-    by_element: Callable[[Any], Any],
+    structure: TreeDef,
+    leaves: Iterable[jax.Array],
+    by_element: Callable[[np.ndarray], np.ndarray],
     found: list[int],
     replicas: int,
 ) -> Any:
     """The results of the elements found, in order, on the host."""
 
-    def one(leaf: Any) -> np.ndarray:
+    def one(leaf: jax.Array) -> np.ndarray:
         array = by_element(np.asarray(leaf))
         if replicas == 1:
             return array[: found[0]]

@@ -187,7 +187,7 @@ class Fit:
         if not source.restartable:
             raise DataError(
                 f"fit({duration}) goes through the dataset again and again, but {source.name} "
-                f"can be read once only. Give a re-iterable, a function that makes an iterator, or "
+                f"can be read only once. Give a re-iterable, a function that makes an iterator, or "
                 f"use fit(steps=...)."
             )
         # A dataset of which nothing was read is at its start already.

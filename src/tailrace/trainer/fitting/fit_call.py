@@ -152,9 +152,11 @@ class FitCall:
                     raise
                 fit.collect()
             if engine.step > first:
+                # Without compiling: reports compare it with the time that stages take alone.
                 took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
                 self.seconds_per_step = took / (engine.step - first)
         finally:
+            # Also after an error: callbacks close their files there.
             history: History = journal.history
             for callback in self.callbacks:
                 callback.on_fit_end(fit.trainer, history)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.counts import check_count
 from tailrace.errors import OptionError
 
@@ -17,8 +17,10 @@ class Duration:
     epochs: int | None = None
 
     @classmethod
-    def of(cls, steps: Any, epochs: Any) -> Duration:
+    def of(cls, steps: TensorLike, epochs: object) -> Duration:
         """`steps` or `epochs`, not both, and neither negative; one epoch if neither is given."""
+        # `fit(x, y)` is a habit from other libraries: the labels would be taken for the number of
+        # steps.
         if getattr(steps, "ndim", 0):
             raise OptionError(
                 f"fit takes one dataset, then steps=, a whole number. Received: steps="
@@ -78,5 +80,6 @@ class Progress:
         """Whether more than `duration` is done."""
         if duration.steps is not None:
             return self.steps > duration.steps
+        # A pass that was begun counts: a shorter fit would not have begun it.
         beyond = self.steps > self.epoch_start
         return self.epochs + beyond > (duration.epochs or 0)

@@ -101,6 +101,8 @@ class Fits:
             trace if trace is not None else nullcontext(),
             call.saving.open() if call.saving is not None else nullcontext(),
         ):
+            # Also of a fit that fails: fits are numbered as the script makes them, whatever becomes
+            # of them.
             self.kept += call.saving is not None
             if call.saving is None and self._passed is not None:
                 self._passed.check_last(self._journal)
@@ -139,7 +141,7 @@ class Fits:
             self.seconds_per_step = call.seconds_per_step or self.seconds_per_step
         finally:
             self._running = None
-            # Also after a failure: the next fit must shuffle otherwise than the pass that was begun.
+            # Also after a failure: the next fit must shuffle differently from the pass that was begun.
             self.epochs = call.progress.first_epoch + call.epochs_begun
             if feed is not None:
                 engine.let_go(call.dataset, feed)

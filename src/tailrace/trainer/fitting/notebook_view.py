@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,22 @@ from tailrace.trainer.fitting.progress_bar import ProgressBar, ProgressView
 
 EVERY_S = 0.5
 """The shortest time between redraws, in seconds."""
+
+
+class Handle(Protocol):
+    """An output of a notebook that can be redrawn."""
+
+    def update(self, shown: object, /) -> None:
+        """Draw it again."""
+        ...
+
+
+class Display(Protocol):
+    """`IPython.display.display`, as it is called here."""
+
+    def __call__(self, shown: object, /, *, display_id: bool) -> Handle | None:
+        """Show an object; the handle redraws it."""
+        ...
 
 
 class NotebookView(ProgressView):
@@ -25,9 +41,12 @@ class NotebookView(ProgressView):
         done: the number of steps done before.
     """
 
-    def __init__(self, display: Any, total: int | None, batch: int | None, done: int = 0) -> None:
+    def __init__(
+        self, display: Display, total: int | None, batch: int | None, done: int = 0
+    ) -> None:
         self._total, self._batch, self._done = total, batch, done
-        self._display, self._handle = display, None
+        self._display = display
+        self._handle: Handle | None = None
         self._losses: list[float] = []
         self._began = self._drawn = 0.0
         self._before = done
@@ -38,9 +57,10 @@ class NotebookView(ProgressView):
         return self
 
     def advance(self, steps: int, losses: np.ndarray) -> None:
-        """Some more steps are done, with these losses, a row a step; the last one is shown."""
+        """More steps are done, with these losses, one row per step; the last loss is shown."""
         self._done += steps
         self._losses.append(float(losses[-1].mean()))
+        # Each update goes to the browser: executions of milliseconds would keep it busy.
         if time.monotonic() - self._drawn >= EVERY_S:
             self._draw()
 
@@ -82,7 +102,7 @@ def progress_view(
     return ProgressBar(total, batch, shown, done)
 
 
-def _notebook_display() -> Any:
+def _notebook_display() -> Display | None:
     """`IPython.display.display` in a notebook's kernel; None elsewhere."""
     # Not imported: a notebook has imported it already.
     shell = sys.modules.get("IPython")

@@ -19,7 +19,7 @@ class ProgressView(ABC):
 
     @abstractmethod
     def advance(self, steps: int, losses: np.ndarray) -> None:
-        """Some more steps are done, with these losses, a row a step; the last one is shown."""
+        """More steps are done, with these losses, one row per step; the last loss is shown."""
 
     @abstractmethod
     def compiling(self, text: str) -> None:
@@ -82,7 +82,7 @@ class ProgressBar(ProgressView):
         return self
 
     def advance(self, steps: int, losses: np.ndarray) -> None:
-        """Some more steps are done, with these losses, a row a step; the last one is shown."""
+        """More steps are done, with these losses, one row per step; the last loss is shown."""
         if self._bar is not None:
             # rich's estimate from the last 30 s. A mean since the start would count compiling in.
             speed = self._bar.tasks[self._task].speed

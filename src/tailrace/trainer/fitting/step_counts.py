@@ -16,6 +16,7 @@ def total_steps(
         return steps
     per_epoch = length // engine.elements_per_step
     if steps is not None:
+        # Before the first step: the same error could come after hours.
         if steps > per_epoch:
             raise DataExhausted(too_short(engine, steps, length, 0))
         return steps
@@ -34,13 +35,14 @@ def agreed_total_steps(
     try:
         total = total_steps(engine, length, steps, epochs)
     except DataExhausted as error:
-        # The others wait in the meeting below: without an answer they would wait for ever.
+        # The others wait in the meeting below: without an answer they would wait forever.
         distributed.meet({"failed": str(error)})
         raise
     answers = distributed.meet({"total": total})
     for process, said in enumerate(answers):
         if "failed" in said:
             raise DataExhausted(f"Of process {process}: {said['failed']}")
+    # Unknown in one process is unknown in all, or they would disagree about the last execution.
     known = [said["total"] for said in answers if said["total"] is not None]
     return min(known) if len(known) == len(answers) else None
 

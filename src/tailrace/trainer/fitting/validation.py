@@ -44,6 +44,7 @@ class Validation:
                 f"Received: validation_every={every!r} without validation_data. Give both, or leave "
                 f"validation_every out."
             )
+        # Now: the first validation may be hours away.
         if data is not None:
             _check_data(data)
         self._data, self._evaluate = data, evaluate

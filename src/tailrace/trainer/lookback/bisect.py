@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.reader import Run
 from tailrace.taps.bit_digests import bit_digest, joined
 from tailrace.taps.tap import Tap
+from tailrace.trainer.callbacks.callback import AnyTrainer
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
@@ -34,7 +34,7 @@ class FirstTensor:
 
 
 def first_tensor(
-    from_step: int, until: int, sides: Sequence[tuple[Run, tuple[Any, Any]]]
+    from_step: int, until: int, sides: Sequence[tuple[Run, tuple[AnyTrainer, object]]]
 ) -> FirstTensor:
     """Replay steps in two runs until a tensor differs.
 
@@ -61,7 +61,7 @@ def first_tensor(
     return FirstTensor(until, None)
 
 
-def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
+def _rerun(step: int, run: Run, trainer: AnyTrainer, dataset: object) -> Rerun:
     where = run.info.get("checkpoint")
     if where is None:
         raise CheckpointError(
@@ -69,6 +69,7 @@ def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
             f"trained without. Train with fit(checkpoint=...)."
         )
     start = nearest(where, step)
+    # Digests, not tensors: all of them, of every step that is looked at.
     taps = [Tap("*", reduce=bit_digest)]
     return Rerun(trainer.engine, taps, dataset, *start.fit(), start.directory.directory)
 

@@ -6,7 +6,7 @@ as `predict` runs over batches, and sends out three numbers for each row: no gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,29 +56,9 @@ def example_gradients(
         elements: the elements of the step, stacked leaf by leaf.
         spec: the form of an element.
     """
-    step, params = engine.step_function, read[0]
+    params = read[0]
     direction = jax.tree.unflatten(jax.tree.structure(params), list(gradients))
-    inputs = () if engine.pipeline is None else jax.tree.map(jnp.asarray, engine.pipeline.inputs)
-
-    def one(values: Tree, model_state: Tree, batch: Tree) -> Any:
-        params, direction = values
-
-        def forward(params: Tree) -> Any:
-            # The loss as it was trained: with dropout, which asks `tr.training()`.
-            with tracing_training():
-                return step.forward(params, model_state, batch, inputs)[0]
-
-        loss, grads = jax.value_and_grad(forward)(params)
-        pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
-        wide = [(g.astype(jnp.float32), d.astype(jnp.float32)) for g, d in pairs]
-        own = sum((jnp.vdot(g, g) for g, _ in wide), jnp.float32(0))
-        along = sum((jnp.vdot(g, d) for g, d in wide), jnp.float32(0))
-        whole = sum((jnp.vdot(d, d) for _, d in wide), jnp.float32(0))
-        norm = jnp.sqrt(own)
-        # A row without gradient has no direction: 0, not NaN.
-        size = jnp.maximum(norm * jnp.sqrt(whole), jnp.finfo(jnp.float32).tiny)
-        return {"loss": loss, "gradient_norm": norm, "alignment": along / size}
-
+    one = _measure_of(engine)
     rows, places = examples_of(elements, spec)
 
     def measured(chunk: int) -> dict[str, np.ndarray]:
@@ -113,6 +93,34 @@ def example_gradients(
         found[name] = np.asarray(value).reshape(-1)
     found["input_norm"] = [input_norm(row) for row in rows]
     return found
+
+
+def _measure_of(engine: Engine) -> Callable[[Tree, Tree, Tree], dict[str, Any]]:
+    """A function of (parameters, gradient of the step), model state and one example."""
+    step = engine.step_function
+    inputs = () if engine.pipeline is None else jax.tree.map(jnp.asarray, engine.pipeline.inputs)
+
+    def one(values: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+        params, direction = values
+
+        def forward(params: Tree) -> Any:
+            # The loss as it was trained: with dropout, which asks `tr.training()`.
+            with tracing_training():
+                return step.forward(params, model_state, batch, inputs)[0]
+
+        loss, grads = jax.value_and_grad(forward)(params)
+        pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
+        # In 32 bits: sums of squares of 16-bit gradients overflow, or lose most of their digits.
+        wide = [(g.astype(jnp.float32), d.astype(jnp.float32)) for g, d in pairs]
+        own = sum((jnp.vdot(g, g) for g, _ in wide), jnp.float32(0))
+        along = sum((jnp.vdot(g, d) for g, d in wide), jnp.float32(0))
+        whole = sum((jnp.vdot(d, d) for _, d in wide), jnp.float32(0))
+        norm = jnp.sqrt(own)
+        # A row without gradient has no direction: 0, not NaN.
+        size = jnp.maximum(norm * jnp.sqrt(whole), jnp.finfo(jnp.float32).tiny)
+        return {"loss": loss, "gradient_norm": norm, "alignment": along / size}
+
+    return one
 
 
 def chunk_of(rows: int, params: Tree) -> int:

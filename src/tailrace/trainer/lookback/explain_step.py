@@ -105,6 +105,8 @@ def explain_step(
     (arrays, note), directory = start.fit(), start.directory
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
+    # Gradients whole, because each row is compared with their direction; of all other tensors the
+    # norm, which shows what grew.
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
     rerun, comparison = (
         Rerun(engine, taps, dataset, arrays, note, directory.directory),
@@ -166,6 +168,7 @@ def _numbered(
     if numbers is not None:
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Logarithms: losses and norms spread over orders of magnitude, and a score is a distance.
         measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
         scores = [robust_scores(each, least=ALIKE) for each in measured]
         # Inputs that a saturated layer hides from the loss. They are often so close together that
@@ -173,7 +176,9 @@ def _numbered(
         inputs = rows["input_norm"]
         large = inputs > GROWN * np.median(inputs)
         scores.append(np.where(large, robust_scores(np.log(inputs), least=ALIKE), -np.inf))
+    # The most conspicuous of the three; `fmax` passes over NaN.
     rows["score"] = np.fmax.reduce(scores)
+    # It has no logarithm, and is what one looks for.
     bad = ~(np.isfinite(rows["loss"]) & np.isfinite(rows["gradient_norm"]))
     rows["score"][bad] = np.inf
     return rows[np.argsort(-rows["score"], kind="stable")]

@@ -85,7 +85,7 @@ def recorded_by(journal: Journal) -> Recorded:
 
 
 def same_bits(one: object, other: object) -> bool:
-    """Whether two arrays have the same values, bit for bit; they may be shaped otherwise."""
+    """Whether two arrays have the same values, bit for bit; they may be of different shapes."""
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 
 

@@ -126,6 +126,7 @@ def replay(
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     rerun = Rerun(engine, observe, dataset, arrays, note, directory.directory)
+    # Before the first dispatch: a step beyond the end would be missed only there.
     rerun.check(step)
     around = recorded.around(step)
     comparison = Comparison(recorded)
@@ -187,6 +188,7 @@ class Comparison:
             if was is None:
                 continue
             self.compared.append("loss")
+            # Bits: NaN is equal to NaN here, and 0.0 is not -0.0.
             if not same_bits(was, found):
                 mean = float(np.mean(was)), float(np.mean(found))
                 self.differences.append(Difference(number, "loss", *mean))

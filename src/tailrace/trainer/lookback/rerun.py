@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
@@ -26,6 +25,7 @@ from tailrace.trainer.checkpoints.together import own_position
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.random_keys import is_key
 
 CHUNK = 64
 """The most steps that are dispatched at a time, where a checkpoint does not say what ran."""
@@ -67,7 +67,7 @@ class Rerun:
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
         # With the room that the training's loop had: another capacity is another program for XLA,
-        # which may round otherwise, and the replay must be bit-equal.
+        # which may round differently, and the replay must be bit-equal.
         self._longest: int = note["fit"].get("capacity") or CHUNK
         self._pair = RunnerPair(self.engine)
         self._pair.set_longest(self._longest)
@@ -146,7 +146,7 @@ class Rerun:
         if not as_dataset(self._dataset).restartable:
             raise ProgramError(
                 "A replay over several epochs reads its dataset several times, and this one can be "
-                "read once only. Give a re-iterable, or a function that makes an iterator."
+                "read only once. Give a re-iterable, or a function that makes an iterator."
             )
         self._feed.restart(self._dataset, self._epoch)
 
@@ -168,7 +168,7 @@ class RunnerPair:
 
     def set_longest(self, longest: int) -> None:
         """The most steps of a dispatch of the training: the program that ran is to run again."""
-        # A loop with room for one pass is no loop to XLA, which then rounds otherwise (one loss in 25
+        # A loop with room for one pass is no loop to XLA, which then rounds differently (one loss in 25
         # was another, by one bit): room for two.
         self.silent.capacity, self.loud.capacity = longest, min(2, longest)
 
@@ -206,7 +206,7 @@ def twin_of(engine: Engine, observe: Observe) -> Engine:
 
 def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     # The values of the checkpoint replace it; only shape and dtype matter.
-    if jnp.issubdtype(form.dtype, jax.dtypes.prng_key):
+    if is_key(form):
         return jax.random.split(jax.random.key(0, impl=key_generator(form.dtype)), form.shape)
     return np.zeros(form.shape, form.dtype)
 

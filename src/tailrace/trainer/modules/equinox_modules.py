@@ -29,14 +29,14 @@ class EquinoxBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, module: Any, model_state: Tree) -> None:
+    def __init__(self, module: Tree, model_state: Tree) -> None:
         equinox_seams.check()
         modes = modes_of(module)
         self.has_modes = bool(modes)
         if modes and all(modes):
             note_once(
                 "The Equinox module is in inference mode: it is trained as it is, without dropout. Use "
-                "eqx.nn.inference_mode(module, False) first if that is not meant."
+                "eqx.nn.inference_mode(module, False) first if that is not intended."
             )
         # The index of a state is a leaf with an array in it, which must stay with the static rest.
         trained = jax.tree.map(_is_trained, module, is_leaf=equinox_seams.is_index)
@@ -78,10 +78,11 @@ class EquinoxBinding(Binding):
         return equinox_seams.state_from_dict(state, self._names, self._markers)
 
 
-def modes_of(module: Any) -> list[bool]:
+def modes_of(module: Tree) -> list[bool]:
     """Which parts of a module are in inference mode, of those that have modes."""
     found: list[bool] = []
 
+    # JAX asks `is_leaf` of every node, not only of leaves: it serves as a visitor.
     def collect(part: object) -> bool:
         if isinstance(flag := getattr(part, "inference", None), bool):
             found.append(flag)

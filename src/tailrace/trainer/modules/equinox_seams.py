@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import path_name
 from tailrace.seams import Package, Seam
 from tailrace.trainer.modules.scopes import module_scope
@@ -30,7 +31,7 @@ def check() -> None:
 # -- names of activations -----------------------------------------------------------------------
 
 
-def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
+def scoped(model: Tree, path: Sequence[Any] = ()) -> Any:
     """The same tree, whose modules open a scope with their path when they are called.
 
     Modules are values: those of the result have derived classes, and nothing of Equinox, and no
@@ -70,11 +71,11 @@ def _own_call(kind: type) -> Callable[..., Any] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
+def scoped_class(kind: type[eqx.Module], plain: Callable[..., Any]) -> type:
     """A subclass that differs in opening a scope, and in the field that names it."""
 
     @functools.wraps(plain)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: eqx.Module, *args: Any, **kwargs: Any) -> Any:
         with module_scope(getattr(self, PATH)):
             return plain(self, *args, **kwargs)
 
@@ -89,13 +90,14 @@ def scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
     # Equinox would warn about the user's class, and did so when that was made.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return type(kind)(kind.__name__, (kind,), body)
+        metaclass: Any = type(kind)
+        return metaclass(kind.__name__, (kind,), body)
 
 
 # -- state --------------------------------------------------------------------------------------
 
 
-def state_as_dict(state: eqx.nn.State, model: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def state_as_dict(state: eqx.nn.State, model: Tree) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The values of a state by the paths of their indices in the model, and their markers."""
     values, markers = state.tree_flatten()
     found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_index)[0]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tailrace.data.trees import Tree
 from tailrace.seams import Package, Seam
 from tailrace.trainer.modules.scopes import module_scope
 
@@ -25,7 +26,7 @@ def check() -> None:
     PACKAGE.check(SEAMS)
 
 
-def scoped(model: Any) -> Any:
+def scoped(model: Tree) -> Any:
     """The same module, whose submodules open a scope with their path when they are called.
 
     The module must be our own, made for one trace: its submodules get another class. Nothing of Flax,
@@ -41,13 +42,13 @@ def scoped(model: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scoped_class(kind: Any) -> type:
+def _scoped_class(kind: type[nnx.Module]) -> type:
     """A subclass that differs in opening a scope."""
     if getattr(kind, "_tailrace_scoped", False):
         return kind
 
     @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with module_scope(getattr(self, PATH)):
             return kind.__call__(self, *args, **kwargs)
 
@@ -59,7 +60,8 @@ def _scoped_class(kind: Any) -> type:
         "_tailrace_scoped": True,
     }
     # A class says for itself, not for its subclasses, whether its modules are trees to JAX.
-    return type(kind)(kind.__name__, (kind,), body, pytree=kind._pytree__is_pytree)
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), body, pytree=kind._pytree__is_pytree)
 
 
 # -- probes: without random numbers, which take half a second to compile -------------------------

@@ -11,7 +11,7 @@ the other collections are the model state, and functions get all of them, as `mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class LinenBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, variables: Any, model_state: Tree) -> None:
+    def __init__(self, variables: Mapping[str, Any], model_state: Tree) -> None:
         if model_state is not None:
             raise OptionError(
                 "The collections of Linen variables besides 'params' are the model state, so it is not "
@@ -90,6 +90,11 @@ class LinenBinding(Binding):
         return freeze(variables) if self._frozen else variables
 
 
-def _in_scope(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any], context: Any) -> Any:
+def _in_scope(
+    method: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    context: nn.module.InterceptorContext,
+) -> Any:
     with module_scope("/".join(context.module.path)):
         return method(*args, **kwargs)

@@ -34,7 +34,7 @@ class NnxBinding(Binding):
 
     has_modes = True
 
-    def __init__(self, module: Any, model_state: Tree) -> None:
+    def __init__(self, module: Tree, model_state: Tree) -> None:
         flax_seams.check()
         if model_state is not None:
             raise OptionError(
@@ -61,7 +61,7 @@ class NnxBinding(Binding):
         return (flax_seams.scoped(model) if self.scopes else model,)
 
     def check(self, opened: tuple[Any, ...], params: Tree) -> None:
-        """Say it once if the call assigned to parameters: that ends with the call."""
+        """Log once if the call assigned to parameters: that ends with the call."""
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
         given = jax.tree.leaves(params)
@@ -95,16 +95,16 @@ class NnxBinding(Binding):
         streams = nnx.from_flat_state([(path, value.copy()) for path, value in self._streams])
         return self._merged(params, state, streams)
 
-    def _merged(self, params: Tree, state: Tree, streams: Any) -> Any:
+    def _merged(self, params: Tree, state: Tree, streams: nnx.State) -> Any:
         return nnx.merge(self._graph, nnx.State(params), streams, nnx.State(state or {}))
 
-    def _fresh_streams(self) -> Any:
+    def _fresh_streams(self) -> nnx.State:
         """Stream number i, in the order of paths, starts from `fold_in(tr.key(), i)`."""
         if not len(self._streams):
             return nnx.State({})
         root, numbers = key(), itertools.count()
 
-        def fresh(variable: Any) -> Any:
+        def fresh(variable: nnx.Variable[Any]) -> jax.Array:
             value = variable.get_value()
             # Counters start from 0 in every call: the key is new, and a count that went on would make
             # the draws depend on how often the module was called before.
@@ -116,8 +116,8 @@ class NnxBinding(Binding):
         return nnx.from_flat_state([(path, fresh(value)) for path, value in self._streams])
 
 
-def note_evaluation_mode(module: Any) -> None:
-    """Say it once if a module is to be trained that was left in evaluation mode."""
+def note_evaluation_mode(module: Tree) -> None:
+    """Log once if a module that is to be trained was left in evaluation mode."""
     flags = [
         flag
         for _, part in nnx.iter_modules(module)
@@ -127,7 +127,7 @@ def note_evaluation_mode(module: Any) -> None:
     if flags and all(flags):
         note_once(
             "The nnx.Module is in evaluation mode: it is trained as it is, without dropout and with "
-            "BatchNorm's running averages. Call module.train() first if that is not meant."
+            "BatchNorm's running averages. Call module.train() first if that is not intended."
         )
 
 
@@ -135,7 +135,7 @@ def _is_module(value: object) -> bool:
     return isinstance(value, nnx.Module)
 
 
-def _is_float(_: Any, value: object) -> bool:
+def _is_float(_: object, value: object) -> bool:
     leaves = jax.tree.leaves(value)
     return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 

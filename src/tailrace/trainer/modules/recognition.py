@@ -17,7 +17,7 @@ from tailrace.trainer.modules.binding import Binding, Plain
 from tailrace.trainer.modules.stages import StagesBinding, pipeline_of_module
 
 
-def bind(loss_fn: Any, params: Tree, model_state: Tree) -> tuple[Binding, Any]:
+def bind(loss_fn: Callable[..., Any], params: Tree, model_state: Tree) -> tuple[Binding, Any]:
     """The binding for the object given as parameters, and the engine's loss function.
 
     >>> bind(len, {"w": 1.0}, None)[0].params
@@ -49,7 +49,7 @@ def bind_one(params: Tree, model_state: Tree) -> Binding:
     return Plain(params, model_state)
 
 
-def without_values(leaf: Any) -> str | None:
+def without_values(leaf: object) -> str | None:
     """What holds no parameters though its library's models do, and what to give instead.
 
     >>> without_values("a text") is None
@@ -111,6 +111,7 @@ def _equinox(params: Tree, model_state: Tree) -> Binding | None:
     return EquinoxBinding(params, model_state) if recognised(params) else None
 
 
+# Linen last: its variables are plain dicts, which say least about their origin.
 _LIBRARIES: tuple[tuple[str, Callable[[Any, Any], Binding | None]], ...] = (
     ("flax.nnx", _nnx),
     ("equinox", _equinox),

@@ -13,6 +13,7 @@ from tailrace.trainer.modules.binding import Binding, Function, Loss, Plain, is_
 
 def pipeline_of_module(binding: Binding, pipeline: Pipeline) -> Pipeline:
     """A pipeline of one function, which is called with the module."""
+    # A copy: the user may give the pipeline to another trainer, with another module.
     changed = copy.copy(pipeline)
     changed.function = Loss(binding, pipeline.function)  # type: ignore[arg-type]
     return changed
@@ -140,6 +141,7 @@ class Stage(Function):
         out, opened = self.called(params, before, values, whole_element=self.first)
         if not self.stateful:
             return out
+        # Its empty state, unchanged: the pipeline wants one of every stage.
         if binding.model_state is None:
             return out, before
         if not binding.returns_state:

@@ -50,7 +50,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     where = Path(place).absolute()
     if where.exists():
         raise CheckpointError(
-            f"A bundle is written into a new directory, and {str(where)!r} is there already."
+            f"A bundle is written into a new directory, and {str(where)!r} already exists."
         )
     arrays, keys = state_arrays(engine)
     elements: Any = failure.elements
@@ -88,9 +88,9 @@ def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         note = dict(read_json(where / NOTE, CheckpointError))
         if note["format"] != FORMAT:
             raise CheckpointError(
-                f"The bundle {str(where)!r} has form {note['format']!r}; this version reads {FORMAT}."
+                f"The bundle {str(where)!r} has format {note['format']!r}; this version reads {FORMAT}."
             )
-        # safetensors opens what it is given, and would wait for ever for a pipe of this name.
+        # safetensors opens what it is given, and would wait forever for a pipe of this name.
         open_regular(where / ARRAYS, CheckpointError).close()
         stored = library.load_file(str(where / ARRAYS))
         arrays = {name: stored[name].view(jnp.dtype(kind)) for name, kind in note["dtypes"].items()}

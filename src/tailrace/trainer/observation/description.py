@@ -44,6 +44,7 @@ def describe(
                 "reduce": tap.kind,
             }
             for tap in engine.taps
+            # Those of `log=` make columns of the history, and are not the user's.
             if not tap.kind.startswith("log:")
         ],
         "catalogue": engine.sight.catalogue.to_rows(),
@@ -52,12 +53,13 @@ def describe(
     }
 
 
-def describe_select(select: Any) -> Any:
+def describe_select(select: object) -> Any:
     """A selection as JSON: globs unchanged, anything else as a description.
 
     >>> describe_select(["grad/*", re.compile("^loss$")])
     ['grad/*', 're.compile(^loss$)']
     """
+    # For people: nothing is selected by this text, so a function needs only a name.
     if isinstance(select, str):
         return select
     if isinstance(select, re.Pattern):

@@ -66,7 +66,7 @@ class Journal:
         self.records.clear()
         self._is_open = False
 
-    def take_up(self, history: History, end: Any) -> None:
+    def take_up(self, history: History, end: Mapping[str, Any] | None) -> None:
         """Continue a fit of another process, whose run ended at a mark."""
         self._set_history(history)
         self._resumed = True
@@ -137,6 +137,7 @@ class Journal:
         self.history.add(results.scalars, results.weights)
         first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
         if marks:
+            # Each link depends on all before it: two runs whose last links agree agreed throughout.
             marks[CHAIN] = self.history.add_fingerprint(first, steps, marks)
         if self.sink is not None:
             parts = [part for part in results.parts if part.kind not in self._leaving_out]

@@ -41,7 +41,7 @@ RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
 Log = Iterable[str] | Mapping[str, Any]
 
 
-def parse_log(log: Any) -> dict[str, Any]:
+def parse_log(log: object) -> dict[str, Any]:
     """Parse the value of `log=`, by name: True, or the argument of the value."""
     if isinstance(log, str):
         log = [log]

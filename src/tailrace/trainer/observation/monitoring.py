@@ -65,6 +65,7 @@ class Monitor:
 
     def check_logged(self, names: Iterable[str]) -> None:
         """Refuse a value of training that is not among those of the first execution."""
+        # Values of validations come later, under names that `eval_fn` decides.
         if not self.is_of_validation:
             self.value(dict.fromkeys(names, 0.0))
 
@@ -85,6 +86,7 @@ class Monitor:
     def improves(self, logs: Mapping[str, float]) -> bool:
         """Whether the value in logs is the best so far; then it is kept. NaN never is."""
         value = self.value(logs)
+        # As the first value, NaN would stay the best: nothing compares as better.
         if math.isnan(value):
             return False
         better = self.best is None or self._sign * (self.best - value) > self._delta

@@ -64,6 +64,7 @@ def _flags_down(
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):
             flags = np.asarray(fine(jax.tree.map(np.asarray, emission)))
+            # Emissions of a single replica have no dim for it.
             flags = flags if replicas > 1 else flags[None]
             # A step of several microbatches has a flag for each: one that is down is enough.
             yield key, np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
@@ -105,10 +106,12 @@ def stopped(
         microbatches=microbatches,
         reading=ticket.reading,
     )
+    # For the error: the rows of the bad step alone, of all its microbatches and local replicas.
     per_step = microbatches * runner.placement.local_replicas
     rows = slice(kept * per_step, (kept + 1) * per_step)
     failure.elements = feed.elements_of([leaf[rows] for leaf in origin.elements[feed].host])
     weights, elements, reading = results.weights, results.elements, results.reading
+    # Of the steps that count, for an audit of the run: the others are read again, or never.
     if reading is not None:
         reading = (*reading[:2], reading[2] // ticket.steps * kept)
     return dataclasses.replace(
@@ -124,7 +127,7 @@ def stopped(
 
 
 def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
-    """What to say when a fit skipped more steps than it may."""
+    """The error for a fit that skipped more steps than it may."""
     shown = ", ".join(map(str, steps[-5:]))
     error = NonFiniteError(
         f"{len(steps)} steps of this fit were skipped because a watched tensor was not finite, more "
@@ -166,6 +169,7 @@ def diagnose(
     infeed = runner.infeeds[0]
     elements = infeed.elements_of([leaf[rows] for leaf in staged.host])
     number = first_step + step
+    # As the program has them: `tr.key()` draws what it drew then, dropout included.
     ambient = Ambient(jax.random.key(jnp.uint32(seed % 2**32)), number, replica)
     frame = Frame(ambient, {infeed: step_block(elements)})
     found = find_culprit(runner.traced, args, frame)
@@ -175,6 +179,7 @@ def diagnose(
         place = start + culprit.microbatch * local
         number_of_row = _row_in_dataset(infeed, reading, place, culprit.row)
         culprit = dataclasses.replace(culprit, dataset_row=number_of_row)
+    # Flags say which tensors were bad, a replay also in which order: the first is nearest the cause.
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names
     shown = listed([*map(repr, names)])
     which = f"step {number}" + (f", replica {replica}" if replicas > 1 else "")

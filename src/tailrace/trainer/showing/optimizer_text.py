@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,14 @@ def optimizer_text(optimizer: object) -> str:
     update = getattr(optimizer, "update", None)
     if not callable(update) or not hasattr(update, "__code__"):
         return type(optimizer).__name__
-    if (injected := _injected(optimizer)) is not None:
+    if (injected := _injected(getattr(optimizer, "init", None), update)) is not None:
         return injected
     return ", ".join(_parts(update, [])[:MOST]) or "nothing"
 
 
-def _injected(optimizer: Any) -> str | None:
+def _injected(init: object, update: object) -> str | None:
     """An `optax.inject_hyperparams`, as the optimizer that it calls; None for any other."""
-    closed = {**_closed(optimizer.init), **_closed(optimizer.update)}
+    closed = {**_closed(init), **_closed(update)}
     factory = closed.get("inner_factory")
     if factory is None:
         return None
@@ -61,26 +62,28 @@ def _parts(function: Callable[..., Any], seen: list[int]) -> list[str]:
     return [*([_call(name, closed)] if _numbers(closed) else []), *found]
 
 
-def _updates(value: Any) -> list[Callable[..., Any]]:
+def _updates(value: object) -> list[Callable[..., Any]]:
     """The update functions among what a function holds."""
-    if hasattr(getattr(value, "update", None), "__code__"):
-        return [value.update]
+    update = getattr(value, "update", None)
+    if callable(update) and hasattr(update, "__code__"):
+        return [update]
     if isinstance(value, tuple | list | dict):
         items = value.values() if isinstance(value, dict) else value
         return [f for item in items for f in _updates(item)]
-    return [value] if _qualname(value).endswith((".update_fn", ".update")) else []
+    named = _qualname(value).endswith((".update_fn", ".update"))
+    return [value] if named and callable(value) else []
 
 
-def _closed(function: Any) -> dict[str, Any]:
+def _closed(function: object) -> dict[str, Any]:
     """What a function holds, by name."""
     if isinstance(function, functools.partial):
         return {**_closed(function.func), **function.keywords}
     if (owner := getattr(function, "__self__", None)) is not None:
         return dict(vars(owner))
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
+    if not isinstance(function, FunctionType):
+        return {}
     found = {}
-    for name, cell in zip(names, cells, strict=True):
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
         except ValueError:  # not filled yet
@@ -106,7 +109,7 @@ def _numbers(closed: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _function(value: Any) -> str:
+def _function(value: object) -> str:
     """A function of the step with its numbers; one that only wraps another is that one."""
     closed = _closed(value)
     numbers = _numbers(closed)

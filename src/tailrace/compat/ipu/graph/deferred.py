@@ -10,10 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.compat.arguments import Index, SessionLike
+from tailrace.compat.arguments import SessionLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.nests import map_leaves
+from tailrace.data.array_like import Index
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import is_tracing

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.compat.arguments import Index, VariableLike
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call, describing
 from tailrace.compat.ipu.graph.state import value_of
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import Index, TensorLike
 
 WRITES = {"assign": "set", "assign_add": "add", "assign_sub": "subtract"}
 """What a part of a variable can be asked for, and what JAX calls it."""

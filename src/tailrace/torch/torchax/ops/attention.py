@@ -87,6 +87,7 @@ def _fused(
     is_causal: bool,
     scale: float,
 ) -> Any:
+    # JAX has rows before heads, PyTorch heads before rows.
     query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
     boolean = mask is not None and mask.dtype == bool
     out = jax.nn.dot_product_attention(
@@ -148,6 +149,7 @@ def _blockwise(
         first = number * BLOCK
         some = jax.lax.dynamic_slice_in_dim(query, first, BLOCK, -2)
         part = mask
+        # A mask that is broadcast over rows is the same for all blocks.
         if mask is not None and mask.ndim >= 2 and mask.shape[-2] > 1:
             part = jax.lax.dynamic_slice_in_dim(mask, first, BLOCK, -2)
         return _plain(some, key, value, part, is_causal, scale, drop, first)

@@ -45,9 +45,11 @@ def _cov(
 def _corrcoef(x: TensorLike) -> Any:
     """Correlations of rows."""
     found = _cov(x)
+    # 1, or NaN for a row without spread.
     if found.ndim == 0:
         return found / found
     spread = jnp.sqrt(jnp.diagonal(found).real)
+    # Two divisions, as in PyTorch: the product of two spreads may overflow.
     found = found / spread[:, None] / spread[None]
     return found if jnp.iscomplexobj(found) else jnp.clip(found, -1, 1)
 
@@ -55,6 +57,7 @@ def _corrcoef(x: TensorLike) -> Any:
 def _combinations(x: TensorLike, r: int = 2, with_replacement: bool = False) -> Any:
     """All choices of r entries, in order."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    # By position, while tracing: a gather of known indices, with an ordinary gradient.
     chosen = list(choose(range(x.shape[0]), r))
     return x[np.array(chosen, int).reshape(len(chosen), r)] if r else x[:0]
 
@@ -71,6 +74,7 @@ def _lu_unpack(
         lower = jnp.tril(factors[..., :, :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
         upper = jnp.triu(factors[..., :least, :])
     if unpack_pivots:
+        # PyTorch counts pivots from 1.
         order = jax.lax.linalg.lu_pivots_to_permutation(pivots.astype(jnp.int32) - 1, rows)
         permutation = jnp.swapaxes(jnp.eye(rows, dtype=factors.dtype)[order], -1, -2)
     return permutation, lower, upper
@@ -143,6 +147,7 @@ def grid_sampler_3d(
 def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: TensorLike) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
     # zeta(x, q) = q**-x + zeta(x, q + 1), applied until the argument is positive.
+    # Enough for arguments above -24.
     shifts = 24
     negative = q <= 0
     safe = jnp.where(negative, q + shifts, q)
@@ -194,7 +199,7 @@ def _cholesky(x: TensorLike, upper: bool = False) -> Any:
 
 
 def _eigh(x: TensorLike, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
-    """Likewise."""
+    """Eigenvalues and eigenvectors of what one triangle says."""
     matrix = _of_triangle(x, UPLO.upper() == "U")
     vectors, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
@@ -307,6 +312,7 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 x if include_self else jnp.where(touched, 1, x), source, index, dim % x.ndim
             )
         wide, source = x.astype(jnp.int32), source.astype(jnp.int32)
+        # Neutral numbers, where a place begins without its own entry.
         limits = jnp.iinfo(jnp.int32)
         start = {"amax": limits.min, "amin": limits.max, "prod": 1}.get(reduce, 0)
         touched = jnp.zeros(x.shape, bool).at[at].set(True)
@@ -378,6 +384,7 @@ def _renorm(x: TensorLike, p: TensorLike, dim: int, maxnorm: float) -> Any:
     """Slices along one dim, each made shorter if its norm is too large."""
     others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
     norm = vector_norm(x, p, others, True)
+    # 1e-7 is a constant of PyTorch's.
     return x * jnp.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
 
 

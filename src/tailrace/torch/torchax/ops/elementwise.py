@@ -23,6 +23,7 @@ def absolute(x: TensorLike) -> Any:
 
 def softplus(x: TensorLike, beta: float = 1, threshold: float = 20) -> Any:
     """A line where x is large, as in PyTorch."""
+    # Beyond the threshold it is exactly a line, and its gradient exactly 1.
     return jnp.where(x * beta > threshold, x, jax.nn.softplus(x * beta) / beta)
 
 

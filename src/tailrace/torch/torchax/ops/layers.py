@@ -37,6 +37,7 @@ def _batch_norm(
         return watch.tensor(x)
     axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
+    # Statistics of many values: PyTorch computes them in 32 bits too.
     wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
     if training:
         count = x.size // x.shape[1]
@@ -45,6 +46,8 @@ def _batch_norm(
                 f"Expected more than 1 value per channel when training, got input size {input.shape}"
             )
         mean = wide.mean(axes)
+        # From differences: the mean of squares less the square of the mean cancels where the mean
+        # is large.
         var = jnp.square(wide - mean.reshape(shape)).mean(axes)
         if running_mean is not None:
             # PyTorch normalises by the biased variance and keeps the unbiased one.
@@ -128,6 +131,7 @@ def _embedding(
         return NotImplemented
     plain: Any = functional.embedding(input, weight, padding_idx)
     index, rows = input.jax(), plain.jax()
+    # How often the row of each entry is looked up in this batch.
     times = jnp.zeros(weight.shape[0], rows.dtype).at[index].add(1)[index][..., None]
     scaled = rows / times
     # The rows unchanged, with the gradient of the scaled ones.

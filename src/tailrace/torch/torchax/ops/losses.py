@@ -91,6 +91,7 @@ def _gaussian_nll_loss(
     """Without PyTorch's check that no variance is negative, which would branch on values."""
     mean, value = input.jax(), target.jax()
     spread = jnp.asarray(var, mean.dtype) if isinstance(var, float) else var.jax()
+    # One variance for all entries of a row.
     if spread.ndim < mean.ndim and spread.ndim:
         spread = spread[..., None]
     # Clamped without touching the gradient, as PyTorch does.
@@ -116,6 +117,7 @@ def _multilabel_margin_loss(
     classes = x.shape[1]
     # True up to the first -1: what follows it does not count, even if it is a class.
     real = jnp.cumprod(y >= 0, axis=1).astype(bool)
+    # The index `classes` is of no class: its row is empty.
     hit = jax.nn.one_hot(jnp.where(real, y, classes), classes, dtype=bool).any(1)
     scores = jnp.take_along_axis(x, jnp.where(real, y, 0), axis=1)
     margins = jnp.maximum(0, 1 - (scores[:, :, None] - x[:, None, :]))

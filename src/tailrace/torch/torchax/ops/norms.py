@@ -21,6 +21,8 @@ Dims: TypeAlias = "int | Sequence[int] | None"
 
 def root(x: TensorLike, power: float = 2) -> Any:
     """The root of what is not negative, with gradient 0 at 0."""
+    # Replaced before the root and after it: the gradient of a root at 0 is infinite, and 0 times
+    # infinite would be NaN.
     zero = x == 0
     safe = jnp.where(zero, 1, x)
     return jnp.where(zero, 0, jnp.sqrt(safe) if power == 2 else safe ** (1 / power))
@@ -53,6 +55,7 @@ def vector_norm(
     elif ord < 0:
         out = (size**ord).sum(axes, keepdims=keepdim) ** (1 / ord)
     else:
+        # As in `root`: a power below 1 has an infinite gradient at 0.
         zero = size == 0
         powers = jnp.where(zero, 0, jnp.where(zero, 1, size) ** ord)
         out = root(powers.sum(axes, keepdims=keepdim), ord)
@@ -120,6 +123,7 @@ def _length(difference: TensorLike, p: float) -> Any:
         return vector_norm(difference, p, -1)
     # PyTorch gives each of several largest entries the whole gradient here, not a share of it.
     size = absolute(difference)
+    # The value of the maximum, and beside it terms that are 0 and have the gradient.
     fixed = jax.lax.stop_gradient(size)
     top = fixed.max(-1, keepdims=True)
     return top[..., 0] + jnp.where(fixed == top, size - fixed, 0).sum(-1)

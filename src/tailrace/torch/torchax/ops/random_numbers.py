@@ -61,6 +61,7 @@ def integers(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -
     start, stop = {0: (0, None), 1: (0, *limits)}.get(len(limits), limits)
     if stop is None:
         floating = jnp.issubdtype(dtype, jnp.floating)
+        # Up to where a float still counts every integer.
         stop = 2 ** (jnp.finfo(dtype).nmant + 1) if floating else jnp.iinfo(dtype).max
     stop = min(stop, jnp.iinfo(jnp.int32).max)  # JAX draws 32 bits
     return jax.random.randint(key, shape, start, stop)

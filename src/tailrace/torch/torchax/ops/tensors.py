@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import Index, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.torchax.env import Env
@@ -148,7 +148,7 @@ def _stacked(data: TensorLike, dtype: np.dtype, whole: bool) -> Any:
     return as_dtype(array if whole else array.reshape(()), dtype)
 
 
-def _set_item(watch: Watch, input: TensorLike, key: Any, value: TensorLike) -> None:
+def _set_item(watch: Watch, input: TensorLike, key: Index, value: TensorLike) -> None:
     """`x[key] = value` for a tensor of the host that has become one of the program."""
     input[key] = value
 
