@@ -88,6 +88,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         newer = version > FORMAT
     except RunError:
         raise
+    # Also JSON that is something else: a list, or a format that is no number.
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"The file {RUN_FILE} of '{where}' is damaged ({type(error).__name__}): it is not the "
@@ -95,6 +96,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         ) from error
     if newer:
         packages = info.get("versions")
+        # The file is untrusted, even for this message.
         packages = packages if isinstance(packages, dict) else {}
         by = shown(str(packages.get("tailrace", "a newer version")))[:50]
         raise RunError(

@@ -75,6 +75,7 @@ class ExponentRidges(Picture):
     ) -> None:
         low, high = ends
         exponents = np.arange(low, high + 1)
+        # `1 +`: empty bins are 0 high, not minus infinity. 0.86 leaves a gap to the row above.
         tall = 0.86 * np.log10(1 + counts[exponents + BIAS]) / max(top, 1e-9)
         base = number + 0.92
         edges = np.append(exponents, high + 1)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tailrace.data.counts import check_count
 from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.records.exponents import BIAS
 from tailrace.records.history import History
 from tailrace.records.record import Record
 from tailrace.records.records import Records
@@ -27,7 +28,6 @@ from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
-BIAS = 127
 MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
 """How the values of one step are combined; the mean by default."""
 
@@ -60,6 +60,7 @@ def write_events(
             for row in range(each - 1, len(steps), each):
                 writer.add_scalar(f"history/{name}", float(values[row]), int(steps[row]))
                 count += 1
+        # A tag has one kind of value in TensorBoard; a tensor with two kinds gets two tags.
         several = {name for name, _ in keys if sum(name == other for other, _ in keys) > 1}
         for key in keys:
             tag = f"{key[0]}/{key[1]}" if key[0] in several else key[0]

@@ -46,6 +46,7 @@ class DirectoryStore(Store, abc.ABC):
         """The content of a file; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
+        # Zarr parses descriptions whole, so they have a lower limit than chunks.
         is_description = key.endswith(".json")
         try:
             found = read_bytes(self.root / key, RunError, self.limit, description=is_description)
