@@ -55,7 +55,7 @@ class _Renamed:
         self.yield_tensors = getattr(parser, "yieldTensors", None) or parser.yield_tensors
 
 
-def registerCustomArgParser(arg_type: type, arg_parser: Any) -> None:
+def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None) -> None:
     """Say how objects of a class of your own are taken apart, as arguments and results of models.
 
     Args:

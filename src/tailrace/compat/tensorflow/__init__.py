@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures

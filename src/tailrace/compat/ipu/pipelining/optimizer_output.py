@@ -117,6 +117,7 @@ class OptimizerFunctionOutput:
         if self.tape is not None:
             wanted = self.tape.watched or None
         elif wanted is None:
+            # The first positional argument of `compute_gradients` after the loss is `var_list`.
             wanted = self.compute_kwargs.get("var_list", (*self.compute_args, None)[0])
         if wanted is None:
             wanted = [var for var in seen if getattr(var, "trainable", False)]

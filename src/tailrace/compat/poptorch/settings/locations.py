@@ -26,6 +26,7 @@ class TensorLocationSettings(OptionsDict):
 
     def _put(self, **values: Any) -> TensorLocationSettings:
         self._check_not_frozen()
+        # Past `set`: the settings are empty at first, so there are no types to compare with.
         self._values["settings"].update(values)
         return self
 

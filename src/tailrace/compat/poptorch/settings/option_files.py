@@ -124,6 +124,8 @@ def _setter(options: OptionsDict, path: str) -> Any:
     *parts, name = path.split(".")
     target = options
     for part in parts:
+        # Only attributes of the object itself: `getattr` would also walk through `__class__` and
+        # further.
         target = vars(target).get(part)
         if target is None:
             raise _Unreadable(path)
@@ -149,6 +151,7 @@ def _set(options: OptionsDict, call: ast.Call) -> Any:
 
 
 def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+    # `**options`: an expression that only executing it could resolve.
     if any(keyword.arg is None for keyword in call.keywords):
         raise _Unreadable(ast.unparse(call))
     named = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
@@ -193,6 +196,7 @@ def _made(call: ast.Call) -> Any:
     if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Call):
         made = _made(inner.value)
         method = getattr(type(made), inner.attr, None)
+        # As for setters: only plain methods of the class.
         if inner.attr.startswith("_") or not inspect.isfunction(method):
             raise _Unreadable(ast.unparse(call))
         return method(made, *args, **kwargs)

@@ -100,9 +100,11 @@ def _optimizer(
     if "lr" in kwargs:
         _note("lr=", "learning_rate=")
         kwargs["learning_rate"] = kwargs.pop("lr")
+        # A rate before it is a subclass's default, which `lr` replaces.
         args = args[1:]
     if "decay" in kwargs:
         decay = kwargs.pop("decay")
+        # 0, Keras' default once, means none.
         if decay:
             _note(
                 "decay=", "a schedule: keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)"

@@ -48,6 +48,7 @@ def _reduced(losses: TensorLike, weights: TensorLike, reduction: str) -> Any:
             f"reduction is one of tf.losses.Reduction: {', '.join(REDUCTIONS)}. "
             f"Received: {reduction!r}."
         )
+    # If no weight counts, the loss is 0, as in TensorFlow.
     return ops.divide_no_nan(ops.sum(weighted), counts[reduction]())
 
 

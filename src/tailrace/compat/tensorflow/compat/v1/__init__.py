@@ -112,12 +112,14 @@ train = _Namespace(
     on_host=True,
 )
 assign, assign_add, assign_sub = map(_assignment, ("assign", "assign_add", "assign_sub"))
+# Variables are always found again by name, whatever `reuse` says.
 AUTO_REUSE = True
 
 
-def dimension_value(dimension: Any) -> int | None:
+def dimension_value(dimension: object) -> int | None:
     """A length of a shape as a number; None if it is not known."""
-    return getattr(dimension, "value", dimension)
+    length: Any = getattr(dimension, "value", dimension)
+    return length
 
 
 GraphKeys = _Namespace(
@@ -208,11 +210,13 @@ _HOST = frozenset(["app", "flags", "gfile", "python_io", "resource_loader"])
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    # What it returns is given to `Session(config=...)`, which has no use for it.
     if name == "ConfigProto":
         return _nothing
     if name in _HOST:
         return _host.named(f"compat.v1.{name}")
     path = _RENAMED.get(name, name)
+    # First what TensorFlow 1 computes otherwise, then what only has another name since.
     if f"compat.v1.{name}" in _OPERATIONS:
         return _OPERATIONS[f"compat.v1.{name}"]
     if name in _operations.SCATTERS:
