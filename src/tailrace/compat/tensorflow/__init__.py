@@ -7,6 +7,8 @@ is TensorFlow's own, where it is installed.
 In: code written for TensorFlow, eager, in `tf.function` or in a graph. Out: JAX values, and programs.
 
     operations, structures, dtypes   what TensorFlow computes; `operations/table.py` has them by name
+    tensors, tensor_shape, arrays    what TensorFlow's values have and JAX's do not
+    variables, checkpoints           Keras' variables with TensorFlow's arguments; files of them
     function, control, tape          programs, loops and branches in them, gradients
     keras, v1, compat, python        the other interfaces that programs import
     namespaces, host                 where a name is looked up; TensorFlow's own, if installed
