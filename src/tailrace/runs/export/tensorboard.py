@@ -104,11 +104,12 @@ def _by_step(
     steps: np.ndarray, values: np.ndarray, merge: Callable[..., Any]
 ) -> list[tuple[int, float]]:
     wide = values.astype(np.float64)
-    found, starts = np.unique(steps, return_index=True)
-    if len(found) == len(steps):
+    if len(np.unique(steps)) == len(steps):
         return list(zip(steps.tolist(), wide.tolist(), strict=True))
-    pieces = np.split(wide, starts[1:])
-    return [(int(step), float(merge(piece))) for step, piece in zip(found, pieces, strict=True)]
+    starts = np.flatnonzero(np.diff(steps, prepend=-1))
+    pieces = zip(steps[starts].tolist(), np.split(wide, starts[1:]), strict=True)
+    # A trainer that went back has computed some steps twice: the last ones count, as in `tr.diff`.
+    return [(step, float(merge(piece))) for step, piece in sorted(dict(pieces).items())]
 
 
 def _write_histogram(writer: SummaryWriter, tag: str, counts: np.ndarray, step: int) -> None:
