@@ -491,6 +491,7 @@ def isRunningOnIpu() -> bool:
     >>> poptorch.isRunningOnIpu()
     False
     """
+    # Programs choose their code for the device by it, and it must be in the trace.
     return current_watch() is not None
 
 

@@ -151,6 +151,7 @@ def is_tensor(value: TensorLike) -> bool:
 
 def is_symbolic(value: TensorLike) -> bool:
     """Whether a tensor of TensorFlow has no value yet: inside of `dataset.map`."""
+    # A tensor of a graph lacks the method; an eager one has it.
     return is_tensor(value) and not hasattr(value, "numpy")
 
 

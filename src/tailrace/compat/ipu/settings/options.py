@@ -11,6 +11,7 @@ from tailrace.compat.ipu.settings.choices import (
 )
 from tailrace.compat.ipu.settings.config_tree import Option
 
+# One number, or one for each logical device.
 _COUNTS = (int, list, tuple)
 
 

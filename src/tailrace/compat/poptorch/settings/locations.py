@@ -123,6 +123,7 @@ class TensorLocationOptions(OptionsDict):
             raise UsageError(
                 f"A location is a poptorch.TensorLocationSettings. Received: {type(location).__name__}"
             )
+        # A copy: the object may be changed and used for another kind of tensor.
         self.set(**{f"location_{kind}": dict(location.settings)})
         return self
 

@@ -48,6 +48,7 @@ _MADE = {
 }
 """What a file may make: plain descriptions."""
 
+# Public methods that change no single option: a file must not load further files, or unfreeze.
 _NOT_SETTERS = frozenset(
     {"clone", "defaultOutputMode", "freeze", "from_json", "loadFromFile", "native", "set", "toDict"}
 )
@@ -92,6 +93,7 @@ def read_line(options: OptionsDict, line: str, number: int, source: object) -> N
     """Call the setter that a line names."""
     where = f"line {number} of {source}"
     try:
+        # An expression: a statement, such as an import, does not even parse.
         tree = ast.parse(line, mode="eval").body
     except SyntaxError as error:
         raise ConfigFileError(f"SyntaxError at {where}: {error.msg}\n> options.{line}") from None
@@ -183,6 +185,7 @@ def _member(path: str) -> Any:
             found = getattr(enums, kind, None)
             if isinstance(found, enum.EnumMeta) and name in found.__members__:
                 return found[name]
+        # By name: nothing else of PyTorch can be reached from a file.
         case ["torch", "float" | "float16" | "float32" | "half" as name]:
             import torch
 

@@ -27,6 +27,7 @@ def _module(path: str, *names: Any, **others: Any) -> Namespace:
 
 
 _optimizers = keras.optimizers
+# Classes that moved: programs derive from them by these paths.
 _engine = {
     "base_layer": _module("engine.base_layer", keras.layers.Layer),
     "functional": _module("engine.functional", Functional=keras.Model),

@@ -177,6 +177,7 @@ def div(x: TensorLike, y: TensorLike) -> Any:
 def truncatediv(x: TensorLike, y: TensorLike) -> Any:
     """x / y, rounded towards zero."""
     dtype = jnp.result_type(x, y)
+    # `lax.div` rounds towards zero, where `jnp.floor_divide` rounds down.
     return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 

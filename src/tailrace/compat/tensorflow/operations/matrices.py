@@ -76,6 +76,7 @@ def norm(
 def band_part(input: TensorLike, num_lower: int, num_upper: int) -> Any:
     """A matrix without what is further from the diagonal; -1 keeps all."""
     found = tensor(input)
+    # By comparing indices: the widths may be values of the program.
     rows, columns = jnp.ogrid[: found.shape[-2], : found.shape[-1]]
     lower = (num_lower < 0) | (rows - columns <= num_lower)
     upper = (num_upper < 0) | (columns - rows <= num_upper)

@@ -247,5 +247,6 @@ for _name, _function in {
     "segment_prod": jax.ops.segment_prod,
     "segment_sum": jax.ops.segment_sum,
 }.items():
+    # One function for both: sorted numbers are a special case.
     operation(f"math.unsorted_{_name}")(_segments(_function))
     operation(f"math.{_name}")(_segments(_function))

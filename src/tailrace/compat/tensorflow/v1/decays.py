@@ -36,6 +36,7 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _number(step: TensorLike) -> Any:
+    # Steps are integers; TensorFlow computes rates in the dtype of the rate.
     return jnp.asarray(value_of(step) if is_variable(step) else step, jnp.float32)
 
 

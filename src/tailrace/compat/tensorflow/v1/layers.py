@@ -112,6 +112,7 @@ def dropout(inputs: TensorLike, rate: float = 0.5, training: bool = False, **_: 
     Raises:
         OptionError: whether it trains is a value of the device.
     """
+    # Which elements go is drawn in the program; whether any do decides what is traced.
     if not isinstance(training, bool):
         raise OptionError(
             f"tf.layers.dropout(training=...) is True or False when the program is made. Received: "
