@@ -189,6 +189,7 @@ def _save(picture: Picture, arguments: argparse.Namespace) -> None:
 def _slice(text: str) -> slice:
     first, colon, stop = text.partition(":")
     try:
+        # Without a colon it could mean one step, or the steps up to it.
         if not colon:
             raise ValueError
         return slice(int(first) if first else None, int(stop) if stop else None)

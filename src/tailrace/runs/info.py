@@ -74,6 +74,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
     if not directory.is_dir():
         raise RunError(f"A run is a directory. '{where}' is a file.")
     path = directory / RUN_FILE
+    # `lexists`: a link that leads nowhere is damage, not a missing run.
     if not os.path.lexists(path):
         try:
             there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"

@@ -309,6 +309,7 @@ class Run:
     def _repr_html_(self) -> str:
         import html
 
+        # Escaped, because the file is untrusted; without what is too long for a table.
         rows = "".join(
             f"<tr><td>{html.escape(shown(str(name)))}</td><td>{html.escape(shown(str(v)))}</td></tr>"
             for name, v in self.info.items()

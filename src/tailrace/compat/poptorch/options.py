@@ -228,6 +228,7 @@ class Options(OptionsDict):
         mode = anchor_mode if output_mode is None else output_mode
         period = anchor_return_period if output_return_period is None else output_return_period
         if mode is not None:
+            # A missing period of an anchor is 1, unlike that of the outputs.
             _check_mode(mode, 1 if period is None else period)
         period = period if mode is enums.OutputMode.EveryN and period is not None else 1
         # Not refused when frozen, as in the original; a model has its own copy.

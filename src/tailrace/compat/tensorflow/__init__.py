@@ -60,6 +60,7 @@ _tensors.add_methods()
 __version__ = "2.6.3"  # the last that the originals were made for
 
 newaxis = None
+# For `isinstance` and annotations of programs; values of programs are of this class too.
 Tensor = jax.Array
 UnconnectedGradients = _Namespace("UnconnectedGradients", {"NONE": "none", "ZERO": "zero"})
 

@@ -57,6 +57,7 @@ def write_events(
         for name in history:
             values, steps = history[name], history.steps_of(name)
             each = every if name in history.step_names else 1  # validations are rare
+            # The last of each n, so that the newest step is among them.
             for row in range(each - 1, len(steps), each):
                 writer.add_scalar(f"history/{name}", float(values[row]), int(steps[row]))
                 count += 1
@@ -94,6 +95,8 @@ def _scalars(record: Record) -> list[tuple[str, np.ndarray]]:
         return [(name, values[name]) for name in values.dtype.names if values.ndim == 1]
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(values)[0]:
+        # One number per row: TensorBoard has no place for layers of a stack, or for complex
+        # numbers.
         if leaf.ndim == 1 and leaf.dtype.kind != "c":
             field = "/".join(str(getattr(part, "key", getattr(part, "idx", ""))) for part in path)
             found.append((field, leaf))

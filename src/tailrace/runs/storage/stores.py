@@ -171,5 +171,6 @@ class BufferedStore(DirectoryStore):
         folder = prefix.rstrip("/")
         for key in [key for key in self._held if key.startswith(f"{folder}/")]:
             del self._held[key]
+        # Never the directory itself: the lock and other files are in it.
         if folder:
             self._directory.remove(folder)

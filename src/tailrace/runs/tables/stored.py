@@ -283,6 +283,7 @@ def _check_density(file: Path, array: ZarrArray) -> None:
 def open_root(directory: Path, limit: int | None = None) -> Any:
     """The Zarr group of a run, for reading."""
     zarr = import_zarr()
+    # Zarr would say that there is no group; what it means for a run is said here.
     if not (directory / "zarr.json").exists():
         raise RunError(
             f"The run '{shown(str(directory))}' is damaged: zarr.json cannot be read, because it is "

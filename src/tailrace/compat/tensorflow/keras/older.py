@@ -68,6 +68,7 @@ MODULES: dict[str, Any] = {
 @functools.cache
 def accept() -> None:
     """Let Keras take the arguments it has dropped; once."""
+    # Once for the process (`functools.cache`): hooks would otherwise be stacked.
     hook(keras.layers.InputLayer, "__init__", _input)
     hook(keras.optimizers.Optimizer, "__init__", _optimizer)
     hook(keras.optimizers.Optimizer, "apply_gradients", _apply)

@@ -58,6 +58,7 @@ def leaky_relu(features: TensorLike, alpha: float = 0.2) -> Any:
 @operation("nn.softmax")
 def softmax(logits: TensorLike, axis: int | None = None) -> Any:
     """Shares along an axis, which add up to 1."""
+    # None is the last axis in TensorFlow, and all axes in JAX.
     return ops.softmax(tensor(logits), -1 if axis is None else axis)
 
 

@@ -54,6 +54,7 @@ def dense(
     """Sums of products with a matrix."""
     del reuse  # variables are always found again by their names
     with variable_scope(name or _own_name("dense")):
+        # TensorFlow's names, by which its checkpoints are read.
         kernel = get_variable("kernel", [inputs.shape[-1], units], initializer=kernel_initializer)
         out = tensordot(inputs, kernel, 1)
         return _finished(out, units, activation, use_bias, bias_initializer)

@@ -250,6 +250,7 @@ class Graph:
     """
 
     def __init__(self, outermost: bool = False) -> None:
+        # None: the variables that programs have without making a graph (`variables_of`).
         self._variables: Store | None = None if outermost else {}
 
     @property
@@ -318,6 +319,8 @@ def assignment(method: str) -> Callable[..., Any]:
     """`tf.assign` and others: done at once in a program, otherwise when a session runs it."""
 
     def assign(ref: VariableLike, value: TensorLike, *_: Any, **__: Any) -> Any:
+        # Not `describing`: outside of programs `tf.assign` is an operation, also where nothing else
+        # is described.
         if is_tracing():
             return getattr(ref, method)(value)
         return deferred_call(done, (ref, value), {})
