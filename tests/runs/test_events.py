@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from small_runs import make_trainer, train
+from small_runs import X, Y, make_trainer, train
 
 import tailrace as tr
 
@@ -69,6 +69,25 @@ def test_microbatches_and_replicas_become_one_value(tmp_path):
     assert len(events.Scalars("update/first")) == len(events.Scalars("loss")) == 6
     assert "param/first/sum" in events.Tags()["scalars"]
     assert "param/first/whole" not in events.Tags()["scalars"]
+
+
+def test_steps_that_were_computed_twice(tmp_path):
+    """A trainer that went back to its best state: the later values of a step are written."""
+    # The loss falls, so with "max" the first epoch is the best.
+    stopping = tr.callbacks.EarlyStopping("loss", patience=1, mode="max", restore_best=True)
+    trainer = make_trainer(tmp_path / "run", ["grad/first"], accumulation=2)
+    trainer.fit(tr.batches((X[:32], Y[:32]), 8), epochs=9, callbacks=[stopping], progress=False)
+    trainer.fit(tr.batches((X[32:64], Y[32:64]), 8), epochs=1, progress=False)
+    run = tr.open_run(tmp_path / "run")
+    record = run.records["grad/first"]
+    assert (np.diff(record.steps) < 0).any()
+    run.to_tensorboard(tmp_path / "log", "grad/first")
+    events = read(tmp_path / "log").Scalars("grad/first/max")
+    last = {step: row for row, step in enumerate(record.steps)}
+    expected = {step: record.values["max"][row - 1 : row + 1].max() for step, row in last.items()}
+    assert {event.step for event in events} == set(expected)
+    for event in events:
+        np.testing.assert_allclose(event.value, expected[event.step], rtol=1e-6)
 
 
 def test_select_and_every(run, tmp_path):

@@ -86,7 +86,7 @@ def test_a_planted_off_by_one_is_found(tmp_path, monkeypatch, capsys, shift, wor
     found = audit(run)
     assert not found.is_clean
     assert word in str(found)
-    assert "where a process went on" in str(found)
+    assert "where a process resumed" in str(found)
     assert main(["audit", str(tmp_path / "run")]) == 1
     assert word in capsys.readouterr().out
 

@@ -7,8 +7,10 @@ In: arguments. Out: text on standard output, files, and an exit code.
     run_commands        histogram, heatmap, tensorboard, diff: read run directories
     lookback_commands   replay, audit, bisect: re-run or check past steps
     doctor              versions, devices, optional packages, and problems
+    parsers, targets    arguments that commands share; the user's objects, by MODULE:ATTRIBUTE
 
-Rule: commands only parse and print; the work is done by functions that users can call from Python too.
+Rules: commands only parse and print; the work is done by functions that users can call from Python too.
+They import what they need when they run, so that `--help` is fast.
 """
 
 from tailrace.cli.command_line import main as main

@@ -18,6 +18,7 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
+from tailrace.devices.processes.launch import add_parser as launch
 from tailrace.errors import DataError, OptionError, TailraceError
 
 EPOCHS, ELEMENTS = 5, 1000
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...
     SystemExit: 0
     """
+    # Outside `try`: argparse prints its own errors, and exits with 2 as well.
     parsed = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         return parsed.run(parsed)
@@ -77,7 +79,7 @@ def benchmark_data(subparsers: Subparsers) -> None:
         "--step-time",
         type=float,
         metavar="MICROSECONDS",
-        help="what one step takes on the device when its data is there",
+        help="the time of one step on the device, without waiting for data",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=_run_benchmark_data)
@@ -117,8 +119,11 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
 def _amounts(arguments: argparse.Namespace, length: int | None) -> tuple[int, int]:
     """Epochs and elements of each: as given, or else no more than a dataset of known length has."""
     epochs, elements = arguments.epochs, arguments.elements
+    # A generator has no known length: one that is shorter is refused by the benchmark.
     available = EPOCHS * ELEMENTS if length is None else length
     if epochs is None:
+        # `max(1, ...)`: counts below 1 are refused by the benchmark, in words; they must not divide
+        # here.
         epochs = max(1, min(EPOCHS, available // max(1, elements or 1)))
     if elements is None:
         elements = max(1, min(ELEMENTS, available // max(1, epochs)))
@@ -159,13 +164,14 @@ def _run_tensors(arguments: argparse.Namespace) -> int:
         )
     example = () if example is None else (_element_of(example, arguments.target),)
     listed = trainer.tensors(*example)
+    # A selection that matches nothing says where names are listed: here a command, not a method.
     with names_listed_by("tailrace tensors without --select"):
         chosen = listed.select(selected(arguments))
     print(chosen.to_json() if arguments.json else chosen.to_text())
     return 0
 
 
-def _element_of(given: Any, target: str) -> Any:
+def _element_of(given: object, target: str) -> Any:
     """The first element of a dataset, or `given` if it is an element already."""
     from tailrace.data.adapters import as_dataset
 
@@ -220,6 +226,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"{arguments.device_mapping!r}, and --stages {arguments.stages}. Make them equal; 1+2 is "
             f"one stage of two members."
         )
+    # The members of each stage, if any has several: that is how `tr.plan` takes such stages.
     members = [len(each) if isinstance(each, list) else 1 for each in mapping or ()]
     made = make(
         members if any(count > 1 for count in members) else arguments.stages,
@@ -276,13 +283,6 @@ def _run_doctor(_: argparse.Namespace) -> int:
 
     print(diagnose())
     return 0
-
-
-def launch(subparsers: Subparsers) -> None:
-    """`tailrace launch`: a script in several processes."""
-    from tailrace.devices.processes.launch import add_parser
-
-    add_parser(subparsers)
 
 
 COMMANDS: list[Callable[[Subparsers], None]] = [

@@ -37,6 +37,7 @@ OPTIONAL = {
 """Optional packages: the extra that installs each (none: install it by its name), and the features that
 need it."""
 
+# https://github.com/jax-ml/jax/issues/39103
 WRONG_JAX = "0.10.2"
 
 
@@ -104,6 +105,8 @@ def diagnose() -> Diagnosis:
         problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
     seams = {}
     for package, listed in _seams(packages):
+        # Each is tried out, not looked up by version: this also finds a change in a release we do
+        # not know.
         found = {seam.name: (seam.used_for, seam.holds()) for seam in listed}
         seams[package.title] = found
         problems += [str(package.unknown(name)) for name, (_, holds) in found.items() if not holds]
@@ -112,6 +115,8 @@ def diagnose() -> Diagnosis:
 
 def _seams(packages: dict[str, str]) -> Iterator[tuple[Package, tuple[Seam, ...]]]:
     """The seams to JAX, and to the module libraries that are installed."""
+    # Those to Keras and PyTorch are checked when their front ends are imported, which takes
+    # seconds.
     yield PACKAGE, jax_seams.SEAMS
     if packages["flax"]:
         from tailrace.trainer.modules import flax_seams
@@ -133,6 +138,8 @@ def _version(package: str) -> str:
     if not there:
         return ""
     try:
+        # `orbax.checkpoint` is in the distribution `orbax-checkpoint`; others have their module's
+        # name.
         return importlib.metadata.version(package.replace(".", "-"))
     except importlib.metadata.PackageNotFoundError:
         return "(version unknown)"
@@ -163,6 +170,7 @@ def _device_problems(devices: list[Device]) -> list[str]:
             "tr.configure(devices=4) or TAILRACE_DEVICES=4 makes virtual ones on a CPU."
         )
     on_host = [d for d in devices if d.platform == "cpu"]
+    # The cores that this process may use: in a container fewer than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if cores and len(on_host) > cores:
         problems.append(
@@ -183,6 +191,7 @@ def version_problems(versions: dict[str, str]) -> list[str]:
         )
     if versions["jax"] != versions["jaxlib"]:
         problems.append(f"jax {versions['jax']} with jaxlib {versions['jaxlib']}: make them equal.")
+    # JAX then reads back the result of every operation, so the device waits for the host.
     if getattr(jax.config, "jax_debug_nans", False):
         problems.append("fast programs: jax_debug_nans is on. Use tr.stop_on_nonfinite instead.")
     return problems

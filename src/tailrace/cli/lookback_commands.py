@@ -151,6 +151,7 @@ def _shown(record: Record) -> str:
 
     values = record.values
     if isinstance(values, np.ndarray) and values.dtype.names:
+        # One line per tensor: of several microbatches and replicas, the last.
         row = values.reshape(-1)[-1]
         return ", ".join(f"{name}={row[name]:.5g}" for name in values.dtype.names)
     return repr(record)

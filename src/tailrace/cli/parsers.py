@@ -24,6 +24,7 @@ def joined(arguments: Sequence[str]) -> list[str]:
     found: list[str] = []
     for argument in arguments:
         last = found[-1] if found else ""
+        # Only after a long option without `=`: elsewhere argparse reads a minus as intended.
         if _NEGATIVE.match(argument) and last.startswith("--") and "=" not in last:
             found[-1] = f"{last}={argument}"
         else:

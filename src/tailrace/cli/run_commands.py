@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
 from tailrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from tailrace.runs.export.figures import Picture
 
 
 def histogram(subparsers: Subparsers) -> None:
@@ -177,7 +180,7 @@ def _add_output(parser: argparse.ArgumentParser, *default: str) -> None:
     parser.set_defaults(default_output=default)
 
 
-def _save(picture: Any, arguments: argparse.Namespace) -> None:
+def _save(picture: Picture, arguments: argparse.Namespace) -> None:
     for output in arguments.output or arguments.default_output:
         picture.save(output)
         print(f"Saved {output}")
@@ -186,6 +189,7 @@ def _save(picture: Any, arguments: argparse.Namespace) -> None:
 def _slice(text: str) -> slice:
     first, colon, stop = text.partition(":")
     try:
+        # Without a colon it could mean one step, or the steps up to it.
         if not colon:
             raise ValueError
         return slice(int(first) if first else None, int(stop) if stop else None)

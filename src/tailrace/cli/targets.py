@@ -24,6 +24,8 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
     # `python script.py` finds modules in the script's directory; an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    # First in the path, as with `python train.py`: the file's neighbours win over installed
+    # modules.
     if module_name.endswith(".py"):  # a file, as it was started
         folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
         sys.path.insert(0, folder)
@@ -50,6 +52,7 @@ def _guarded(function: Callable[[], Any], what: str) -> Any:
     """Call the user's code; its exception becomes one sentence."""
     try:
         return function()
+    # Its text already says what to change; a sentence in front would hide that.
     except TailraceError:
         raise
     except Exception as error:

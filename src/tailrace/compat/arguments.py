@@ -25,5 +25,8 @@ DatasetLike = Any
 SeedLike = Any
 """An int, a sequence or an array of ints, a generator of Keras, or None for the next seed."""
 
+InitializerLike = Any
+"""The name of an initializer of Keras, or a function of shape and dtype; None for the usual one."""
+
 SessionLike = Any
 """A `tf.compat.v1.Session`; None for the one around."""

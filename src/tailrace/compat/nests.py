@@ -30,6 +30,8 @@ def map_leaves(function: Callable[[Any], Any], nest: Tree) -> Any:
         again = copy.copy(nest)  # a defaultdict is not made of another dict alone
         again.update(made)
         return again
+    # A shape, or what a queue will deliver, is a tuple or list to Python and one value to
+    # TensorFlow.
     if not isinstance(nest, list | tuple) or hasattr(nest, "is_one_value"):
         return function(nest)
     values = [map_leaves(function, value) for value in nest]

@@ -169,7 +169,7 @@ def _rows(run: Run) -> Iterator[Row]:
 def _check_step(before: Row | None, row: Row, found: Audit) -> None:
     due = before.first_step + before.steps if before is not None else row.first_step
     if row.first_step > due or (row.first_step < due and not row.begins_after(before)):
-        what = "missing" if row.first_step > due else "there twice"
+        what = "missing" if row.first_step > due else "recorded twice"
         low, high = sorted((row.first_step, due))
         found.findings.append(f"steps {low} to {high - 1} are {what}")
 
@@ -184,7 +184,7 @@ def _check_elements(before: Row | None, row: Row, found: Audit) -> None:
     if row.count * before.steps != before.count * row.steps:
         found.findings.append(f"{row} consumed {row.count} elements, {before} {before.count}")
     where = f"between step {row.first_step - 1} and step {row.first_step}"
-    where += ", where a process went on" if row.resumed else ""
+    where += ", where a process resumed" if row.resumed else ""
     if row.first > before.end:
         skipped = f"elements {before.end} to {row.first - 1}"
         found.findings.append(f"epoch {row.epoch}: {skipped} were not consumed, {where}")
@@ -199,6 +199,7 @@ def _check_start(before: Row | None, row: Row, found: Audit) -> None:
     """A pass begins at element 0, except that a one-shot iterator may continue in a new fit."""
     if before is not None and row.epoch != before.epoch + 1:
         found.findings.append(f"epoch {row.epoch} follows epoch {before.epoch}")
+    # Not in the first pass of a fit: a one-shot iterator goes on where an earlier fit left it.
     if before is not None and row.first:
         found.findings.append(
             f"epoch {row.epoch}: elements 0 to {row.first - 1} were not consumed: {row} begins with "
@@ -234,8 +235,8 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
                 # Only after a resume, and only in data whose elements all differ.
                 if digest in seen and row.resumed and distinct:
                     found.findings.append(
-                        f"step {step}, the first execution after a process went on, consumed the "
-                        f"content that step {seen[digest]} had consumed: the dataset went on elsewhere"
+                        f"step {step}, the first execution after a resume, consumed the "
+                        f"content that step {seen[digest]} had consumed: the dataset resumed elsewhere"
                     )
                     return
                 distinct &= digest not in seen  # data with equal elements proves nothing
@@ -259,6 +260,7 @@ def _compare(rows: list[Row], contents: list[np.ndarray], dataset: object, found
         for number, (digest, step) in consumed.items():
             found.compared += 1
             if number >= len(expected) or expected[number] != digest:
+                # Where the content is instead tells a shifted dataset from a changed one.
                 where = [i for i, other in enumerate(expected) if other == digest]
                 other = f"it is that of element {where[0]}" if where else "the dataset has no such"
                 found.findings.append(
@@ -281,6 +283,7 @@ def _digests(dataset: object, epoch: int, count: int) -> list[int]:
     count = reader.available(count)
     while len(found) < count:
         block = reader.elements_of(reader.read(min(AT_ONCE, count - len(found))))
+        # As the device sums them: the digest of an element is that of its leaves, modulo 2**64.
         for leaves in zip(*block, strict=True):
             parts = zip(leaves, paths, strict=True)
             found.append(

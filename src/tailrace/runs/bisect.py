@@ -81,6 +81,8 @@ def _by_end(run: Run) -> dict[int, tuple[int, dict[str, int]]]:
         # 0 is "not recorded", and compared with nothing.
         groups = {g: int(columns[g][row]) if g in columns else 0 for g in GROUPS}
         if any(groups.values()):
+            # By the end: a fingerprint is of the state after the execution. Of a step that was
+            # computed twice, the last one counts.
             found[first + steps] = (steps, groups)
     return found
 
@@ -92,7 +94,9 @@ def _first_step(first: Run, second: Run) -> tuple[int | None, str, int]:
         one, other = _by_step(first, name), _by_step(second, name)
         common = sorted(set(one) & set(other))
         count = max(count, len(common))
+        # As bytes: the first bit that differs is wanted, and a NaN equals itself.
         differ = [s for s in common if one[s] != other[s]]
+        # Elements first: in the same step, other elements explain another loss.
         if differ and (step is None or differ[0] < step):
             step, what = differ[0], name
     return step, what, count

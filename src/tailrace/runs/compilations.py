@@ -33,6 +33,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
         value = row.get(name)
         return float(value) if isinstance(value, int | float) else 0.0
 
+    # Of other types, the values would raise far from here, in a view of the run.
     return {
         "purpose": str(row.get("purpose", "")),
         "cause": str(row.get("cause", "")),

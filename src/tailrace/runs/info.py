@@ -74,6 +74,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
     if not directory.is_dir():
         raise RunError(f"A run is a directory. '{where}' is a file.")
     path = directory / RUN_FILE
+    # `lexists`: a link that leads nowhere is damage, not a missing run.
     if not os.path.lexists(path):
         try:
             there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"
@@ -88,6 +89,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         newer = version > FORMAT
     except RunError:
         raise
+    # Also JSON that is something else: a list, or a format that is no number.
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"The file {RUN_FILE} of '{where}' is damaged ({type(error).__name__}): it is not the "
@@ -95,6 +97,7 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         ) from error
     if newer:
         packages = info.get("versions")
+        # The file is untrusted, even for this message.
         packages = packages if isinstance(packages, dict) else {}
         by = shown(str(packages.get("tailrace", "a newer version")))[:50]
         raise RunError(

@@ -18,6 +18,7 @@ def add_intervention(directory: HeldDirectory, said: dict[str, Any], number: int
 
     A script that was killed and started again intervenes again: that is one intervention, not two.
     """
+    # By position: a script that starts again makes its n-th intervention again.
     there = read_interventions(directory.path)
     if len(there) > number and _without_proof(there[number]) == _without_proof(said):
         return
@@ -25,6 +26,7 @@ def add_intervention(directory: HeldDirectory, said: dict[str, Any], number: int
 
 
 def _without_proof(said: dict[str, Any]) -> dict[str, Any]:
+    # Whether the state was proved may turn out otherwise the second time.
     return {name: value for name, value in said.items() if name != "proved"}
 
 

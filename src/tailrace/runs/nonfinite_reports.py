@@ -17,6 +17,7 @@ MOST_REPORTS = 100
 
 def add_report(directory: HeldDirectory, error: NonFiniteError) -> None:
     """Append an error to the reports of a run."""
+    # An `object` to the exception, whose file is below the room that defines culprits.
     culprit: Any = error.culprit
     report = {
         "step": error.step,

@@ -19,6 +19,7 @@ def read_profile(directory: Path) -> Profile | None:
     """
     path = directory / PROFILE
     try:
+        # By size first: the file is untrusted, and JSON is parsed whole.
         return Profile.load(path) if path.stat().st_size <= MOST_BYTES else None
     except (OSError, RunError):
         return None

@@ -35,6 +35,7 @@ from tailrace.runs.tables.validations import read_validations
 from tailrace.taps.catalogue import Catalogue, Select
 
 if TYPE_CHECKING:
+    from tailrace.pipeline import Plan
     from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
     from tailrace.runs.export.ridges import ExponentRidges
 
@@ -94,7 +95,7 @@ class Run:
     def refresh(self) -> Run:
         """Update to what has been written since; returns the run itself."""
         self._root = open_root(self.directory, self._limit)
-        # Read once: all properties then speak of the same rows, however the run grows meanwhile.
+        # Read once: all properties then show the same rows, however the run grows.
         self._counts = committed(self.directory, self._root)
         self._history = None
         return self
@@ -109,6 +110,7 @@ class Run:
         """Whether its writer is gone without having ended it; None if that is unknown."""
         if self.is_ended:
             return False
+        # A process that was killed wrote no end, but its lock is gone.
         locked = is_locked(self.directory)
         if locked is not False:
             return None if locked is None else False
@@ -134,7 +136,7 @@ class Run:
             return read_catalogue(self.info["catalogue"], self.info.get("use_order", ()))
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan | None:
         """The plan of the pipeline; None without a pipeline."""
         from tailrace.pipeline import Plan
 
@@ -145,6 +147,7 @@ class Run:
     @property
     def records(self) -> Records:
         """The records of all fits, as in `trainer.records`."""
+        # Listed only when they are used: a run may have thousands of tensors.
         return Records(stored=lambda: stored_records(self.directory, self._root))
 
     @property
@@ -155,6 +158,8 @@ class Run:
                 self._history = self._read_history()
         return self._history
 
+    # Shapes are checked here, where an error names the run: later, NumPy's would be about
+    # broadcasting.
     def _read_history(self) -> History:
         count = self._counts["history"]
         if not count:
@@ -304,6 +309,7 @@ class Run:
     def _repr_html_(self) -> str:
         import html
 
+        # Escaped, because the file is untrusted; without what is too long for a table.
         rows = "".join(
             f"<tr><td>{html.escape(shown(str(name)))}</td><td>{html.escape(shown(str(v)))}</td></tr>"
             for name, v in self.info.items()

@@ -104,6 +104,8 @@ class WriteQueue:
         self.raise_failure()
         size = done.nbytes
         with self._changed:
+            # `self._queue`: an execution above the limit is taken once the queue is empty, or it
+            # would never be.
             while self._queue and self._bytes + size > MOST_QUEUED and not self._failure:
                 self._blocked = True
                 self._changed.notify_all()
@@ -122,6 +124,7 @@ class WriteQueue:
         with self._changed:
             if self._thread is None:
                 return False
+            # No bytes: a mark never waits for room, and does not hurry the thread. `flush` does.
             self._queue.append((mark, 0))
             return True
 
@@ -132,6 +135,7 @@ class WriteQueue:
             mine = self._asked
             self._changed.notify_all()
             while self._thread is not None and self._failure is None and self._answered < mine:
+                # With a limit: a thread that died does not notify.
                 self._changed.wait(timeout=0.1)
                 thread = self._thread
                 if self._closing and (thread is None or not thread.is_alive()):
@@ -167,6 +171,8 @@ class WriteQueue:
     def _run(self) -> None:
         try:
             self._follow()
+        # The destination turns what goes wrong into these. Anything else is our bug: the thread
+        # ends, and `_check_thread` notices.
         except TailraceError as error:
             with self._changed:
                 self._failure = error if isinstance(error, RunError) else RunError(str(error))
@@ -187,7 +193,9 @@ class WriteQueue:
                 # Left in the queue until they are on disk: `put` counts their bytes until then.
                 taken = [done for done, _ in self._queue]
                 ending, asked = self._closing, self._asked
+            # Without the condition: training queues more while this is written.
             started, pause = time.monotonic(), 0.0
+            # At the end also without rows: this commit says that nothing more comes.
             if taken or ending:
                 busy, waited = self._destination.write(taken, writing=not ending)
                 pause = max(busy / SHARE, waited / DISK_SHARE)

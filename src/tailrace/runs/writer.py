@@ -32,7 +32,7 @@ from tailrace.runs.tables.run_tables import COUNTS, GROUPS, RunTables
 from tailrace.runs.write_queue import Mark, WriteQueue, retried_while_full
 
 CREATING = "creating"
-"""The file that is there while a run is created: what else is there belongs to none yet."""
+"""The file that exists while a run is created: other files next to it belong to no run yet."""
 
 NO_ROWS = {"history": 0, "executions": 0, "validations": 0, "records": [], "starts": []}
 """The position of a mark in a run that is not begun."""
@@ -79,6 +79,7 @@ class RunWriter:
         try:
             yield
         except BaseException as error:
+            # Before `_end`, which releases the directory.
             if isinstance(error, NonFiniteError):
                 # The error itself is more important than its copy.
                 with contextlib.suppress(OSError):
@@ -86,6 +87,7 @@ class RunWriter:
             self._end(queue)
             raise
         self._end(queue)
+        # Only here: after an error in the fit, that one is raised, not the disk's.
         queue.raise_failure()
 
     def execution(self, done: Finished) -> None:
@@ -121,6 +123,7 @@ class RunWriter:
             of each table, for `take_up`.
         """
         mark = Mark()
+        # No thread writes, so the tables can be asked directly.
         if self._queue is None or not self._queue.put_mark(mark):
             mark.rows = NO_ROWS if self._tables is None else self._tables.rows(between_fits=True)
 
@@ -157,6 +160,7 @@ class RunWriter:
             end: the position of a mark; rows after it are cut off, because they come again. None: the
                 fit had no run.
         """
+        # Later fits of this writer continue its own tables.
         if self._tables is None and end is not None:
             self._taken_up = end
 
@@ -186,6 +190,8 @@ class RunWriter:
         self._beside[name] = text.encode()
         if self._tables is not None:
             with self._sentence("cannot be written"):
+                # A fit holds the directory already; releasing it here would close the handle it
+                # writes through.
                 held = self._queue is not None and self._queue.running
                 if not held:
                     self._place.hold()
@@ -246,6 +252,7 @@ class RunWriter:
             put_files(self._place, {CREATING: b""})
         elif not (self.directory / CREATING).is_file():
             return
+        # The description first: without it the rest is no run, should this process be killed here.
         for name in (RUN_FILE, COUNTS, *GROUPS):
             self._place.remove(name)
 

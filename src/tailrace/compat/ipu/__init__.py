@@ -10,6 +10,8 @@ In: functions that read and write variables, feeds, and options of the original.
     pipelining, pipelining_ops    pipelines, on the engine of `trainer`
     ipu_strategy, strategy, keras Keras models, on `tailrace.keras`
     ops, optimizers, eager        operations and optimizers, by the modules they were in
+    ipu_infeed_queue, ipu_outfeed_queue, dataset_benchmark   feeds, on those of `feeds`
+    errors, utils, distributed    exceptions; seeds and questions; several processes
 
 Rule: a module has the name of the original's. A name that is not here is refused with a sentence
 (`originals/missing.py`). Errors are those of `errors`, in the original's words where it had any.

@@ -82,6 +82,7 @@ class _OnClassOrObject:
         self.__doc__ = function.__doc__
 
     def __get__(self, obj: object, owner: Callable[[], Any]) -> Any:
+        # The original's programs write both: `IPUConfig.from_dict(d)` and `cfg.from_dict(d)`.
         return self._function.__get__(owner() if obj is None else obj)
 
 
@@ -156,6 +157,8 @@ class IPUConfig(Category):
             for category in categories:
                 holder = getattr(holder, category)
             option = declared.get(name)
+            # JSON has neither enums nor tuples. An unknown name is refused by `setattr`, with a
+            # suggestion.
             value = restored(option, value) if isinstance(option, Option) else value
             setattr(holder, key, value)
         return self
@@ -245,7 +248,7 @@ def configure_ipu_system(
                     "IPU system was previously configured with another configuration. Call "
                     "reset_ipu_configuration(), or leave reset_configuration=False out."
                 )
-            logger.info("The devices are configured anew, with another configuration.")
+            logger.info("The devices are configured again, with another configuration.")
         reset_ipu_configuration()
     # After the reset, which gives back what a configuration before this one took.
     found = devices.available()
@@ -277,6 +280,7 @@ def reset_ipu_configuration() -> None:
     """
     global _system
     if _system is not None:
+        # None, if nothing was chosen before: all devices of the process.
         devices.use(_system.found)
     _system = None
 
@@ -316,6 +320,7 @@ def running_on_ipu_model() -> bool:
 
 def current() -> IPUConfig:
     """The configuration in force, or the default one."""
+    # Programs may run before anything is configured: the original's defaults hold.
     return IPUConfig() if _system is None else _system.config
 
 
@@ -386,6 +391,7 @@ def _entries(value: int | Sequence[int], zero_counts: bool = False) -> list[int]
         if (
             not isinstance(entry, int)
             or isinstance(entry, bool)
+            # 0 is the number of a device, and no count of them.
             or entry < (0 if zero_counts else 1)
         ):
             raise IPUValueError(
@@ -404,6 +410,7 @@ def _groups(config: IPUConfig, found: list[Any]) -> list[list[Any]]:
                 f"select_ipus = {config.select_ipus!r} names a device that is not there: there are "
                 f"{len(found)}, numbered from 0."
             )
+        # Each id is a logical device of its own, as in the original.
         return [[found[number]] for number in chosen]
     # Several entries are several logical devices, each with as many devices, in this order.
     counts = _entries(config.auto_select_ipus) or [1]
@@ -412,6 +419,7 @@ def _groups(config: IPUConfig, found: list[Any]) -> list[list[Any]]:
             f"Ask for fewer; for virtual CPU devices, start the process with JAX_PLATFORMS=cpu and "
             f"TAILRACE_DEVICES={sum(counts)}."
         )
+        # Enough virtual devices were requested, but only after JAX had started.
         late = found[0].platform == "cpu" and (asked_devices() or 0) >= sum(counts)
         raise DeviceError(
             f"auto_select_ipus = {config.auto_select_ipus!r} asks for {sum(counts)} devices, and "

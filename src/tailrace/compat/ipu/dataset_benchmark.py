@@ -54,6 +54,7 @@ def dataset_benchmark(
     [32, 32]
     """
     del apply_debug_options
+    # Before the engine is asked, whose errors have other classes.
     for name, count in (
         ("number_of_epochs", number_of_epochs),
         ("elements_per_epochs", elements_per_epochs),

@@ -112,6 +112,7 @@ class CompiledOp:
         return Deferred(lambda feed: self.value(feed)[key], "result")
 
     def __iter__(self) -> Any:
+        # Python would index it without end: each index is a `Deferred`, never an IndexError.
         raise IPURuntimeError(
             "How many results a compiled program has is known when it has run. Take them by number: "
             "ipu_compiler.compile(...)[0]; or run all: sess.run(program)."
@@ -163,6 +164,7 @@ class CompiledOp:
 
     def _run(self, given: list[Any], where: tuple[int, ...]) -> Any:
         while True:
+            # Numbers are arrays at first: one program then serves all of them.
             plain = [_is_number(x) and self._numbers_known for x in given]
             arrays = [int(x) if p else as_array(x) for x, p in zip(given, plain, strict=True)]
             # Compiled for these devices, seeds, forms of arrays, and numbers that loops need.
@@ -177,6 +179,7 @@ class CompiledOp:
                 changing = [x for x, p in zip(arrays, plain, strict=True) if not p]
                 return self._versions[key](changing)
             except (NeedsNumber, FeedError) as error:
+                # By its text: the engine has one class of errors for all misuse of feeds.
                 needed = isinstance(error, NeedsNumber) or "needs an upper bound" in str(error)
                 if not needed or self._numbers_known or not any(map(_is_number, given)):
                     raise
@@ -191,11 +194,9 @@ class CompiledOp:
             )
 
         forms = [x for x, p in zip(arrays, plain, strict=True) if not p]
-        kept: list[Any] = []
 
         def looked_through(*changing: Any) -> Any:
-            kept[:] = [Result(computation(*changing), self._plain)]
-            return kept[0].tensors
+            return Result(computation(*changing), self._plain).tensors
 
         found = discover(looked_through, forms, self._keep)
         # An inference pipeline next to loops or writes runs as a loop on one device: its order matters.

@@ -116,6 +116,7 @@ class IPUInfeedQueue:
         """
         if self._queue is None or not self._open:
             raise NotFoundError(f"Infeed with id='{self.id}' is not there: it was not initialized.")
+        # Not closed: programs compiled for this queue hold it, and `initializer` restarts it.
         self._queue.rest()
         self._open = False
         return Operation("infeed deleter")
@@ -220,6 +221,8 @@ def _check_depth(depth: int | None) -> int:
 
 def _check_static(dataset: DatasetLike) -> None:
     spec = getattr(dataset, "element_spec", None)
+    # Only TensorFlow's datasets say their shapes beforehand; others are known by their first
+    # element.
     if spec is None:
         return
     for leaf in leaves(spec):
@@ -273,7 +276,7 @@ class IPUIterator:
     def __init__(
         self,
         dataset: DatasetLike = None,
-        infeed_spec: Any = None,
+        infeed_spec: IPUInfeedQueue | None = None,
         element_spec: Tree = None,
         **kwargs: Any,
     ) -> None:
@@ -320,6 +323,7 @@ def _next_element(infeed_queue: IPUInfeedQueue) -> Any:
     trace = current_trace("next(iterator)")
     looking = inside("next(iterator)").looking
     queue = infeed_queue.take_part(None if looking else trace.replicas)
+    # Any counter: it only matters in loops, where it changes from pass to pass.
     return dequeue(jnp.int32(0), queue, queue.spec().tree())
 
 

@@ -123,6 +123,7 @@ class IPUOutfeedQueue:
         self.id = next(_numbers)
         self._enqueued = False
         self._queue = OutfeedQueue("all" if outfeed_mode is IPUOutfeedMode.ALL else "last")
+        # Not None, which is the form of a single value.
         self._form: Any = _NEVER
         self._traces: set[int] = set()
         self._thread: int | None = None
@@ -228,12 +229,13 @@ class IPUOutfeedQueue:
     @property
     def deleter(self) -> Operation:
         """Forget what waits, and the form of the elements."""
+        # A new queue: a program that still runs sends to the old one.
         self._queue = OutfeedQueue(self._queue.mode, self._queue.live)
         self._form, self._enqueued = _NEVER, False
         return Operation("outfeed deleter")
 
     def _watched(self) -> None:
-        """Whoever asks from another thread wants results while the program runs."""
+        """A caller in another thread expects results while the program runs."""
         # Before anything was enqueued, any thread but the main one is taken for another.
         other = threading.get_ident() != self._thread
         before = self._thread is None and threading.current_thread() is not threading.main_thread()
@@ -256,6 +258,7 @@ class IPUOutfeedQueue:
         found = leaves(tensors)
         self._form = map_leaves(lambda _: None, tensors)
         self._enqueued = True
+        # One dim of loops, which counts the elements, and none of replicas.
         self._queue.deliver(jax.tree.structure(tuple(found)), found, None, 1, 1)
 
 

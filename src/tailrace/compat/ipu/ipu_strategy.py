@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from tailrace.keras.keras_internals import hook
 from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.strategy import Strategy
+
+if TYPE_CHECKING:
+    import keras
 
 
 class IPUStrategyV1(Strategy):
@@ -84,7 +87,7 @@ class IPUStrategyV1(Strategy):
         with ipu_scope(self._device), iterators, super().scope():
             yield self
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: keras.Model) -> None:
         """Give a model the engine's trainer, on as many replicas as the devices allow.
 
         Args:
@@ -162,6 +165,7 @@ class IPUStrategyV1(Strategy):
         Raises:
             IPUValueError: the operation is neither SUM nor MEAN.
         """
+        # By name: TensorFlow, whose class this may be, is not imported.
         name = str(getattr(reduce_op, "name", reduce_op)).upper()
         if name not in ("SUM", "MEAN"):
             raise IPUValueError(f"Unsupported reduce op: {reduce_op!r}. Use SUM or MEAN.")
@@ -202,6 +206,7 @@ class _Settings(Settings):
         """How many batches an epoch and an execution take, or why they cannot."""
         found = per_replica(steps, size, execution, self.replicas)
         if steps is not None:
+            # With as many steps as batches, each epoch reads the dataset from its beginning.
             check_enough(steps * epochs, size, restarts=steps == size)
         return found
 

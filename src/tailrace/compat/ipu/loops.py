@@ -116,7 +116,7 @@ def while_loop(
         IPUTypeError: the body or the condition takes or returns other values than those
             carried.
         ProgramError: it is called outside a program.
-        OutOfRangeError: when it runs: the loop wants more passes than it has elements or a limit for.
+        OutOfRangeError: when it runs: the loop needs more passes than it has elements for.
 
     >>> from tailrace.compat import ipu
     >>> def until_ten(x):
@@ -134,6 +134,8 @@ def while_loop(
         assert queue is not None
         fitting = max(1, dispatch_table.UNSAID_BYTES // queue.spec().nbytes)
         most = min(dispatch_table.UNSAID_PASSES, fitting)
+        # A pass takes an element for each replica; more than the dataset has would fail before it
+        # starts.
         most = queue.remaining(most * loop.trace.replicas) // loop.trace.replicas
         note_once(
             f"A while loop with an infeed has at most {most} passes here, because it says no number "
@@ -145,6 +147,7 @@ def while_loop(
         with loop.scope.inner(loop.carried, variables):
             return jnp.asarray(condition(*values), jnp.bool_).reshape(())
 
+    # In the first look no loop is built, so the condition is called here for what it reads.
     if loop.scope.looking:
         with loop.scope.inner():
             condition(*loop.inputs)
@@ -169,7 +172,11 @@ class _Loop:
     """A loop whose body reads and writes variables, as one of the engine's that carries them."""
 
     def __init__(
-        self, body: Callable[..., Any], inputs: TensorLike, infeed_queue: Any, what: str
+        self,
+        body: Callable[..., Any],
+        inputs: TensorLike,
+        infeed_queue: IPUInfeedQueue | None,
+        what: str,
     ) -> None:
         self.scope: Scope = inside("a loop")
         self.trace = current_trace("a loop")

@@ -14,6 +14,7 @@ from tailrace.data.array_like import DTypeLike
 from tailrace.messages import note_once
 
 _ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", default=0)
+# TensorFlow's forms of a device name: with or without the leading parts, in any case.
 _DEVICE = re.compile(r"/?(?:device:)?IPU:(\d+)", re.IGNORECASE)
 
 

@@ -11,7 +11,7 @@ from tailrace.compat.originals.names import Name
 
 
 def look_up(entry: Name) -> Any:
-    """What a name leads to; raises what asking for it raises.
+    """The object with a name; raises what looking it up raises.
 
     >>> look_up(Name("ipu.loops", "repeat")).__name__
     'repeat'
@@ -23,12 +23,13 @@ def look_up(entry: Name) -> Any:
     return found
 
 
-def _step(holder: Any, name: str) -> Any:
+def _step(holder: object, name: str) -> Any:
     if isinstance(holder, type) and not hasattr(holder, name):
         # `options.Training` is set on objects only; the class annotates it.
         kind = inspect.get_annotations(holder).get(name)
         if kind is not None:  # an attribute of its objects, by the name of its class
             return vars(sys.modules[holder.__module__]).get(kind, kind)
-        for kind in holder.__subclasses__():  # of which its objects are
+        # The class in the list is a base whose objects are of a subclass.
+        for kind in holder.__subclasses__():
             return getattr(kind, name)
     return getattr(holder, name)

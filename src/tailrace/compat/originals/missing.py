@@ -1,4 +1,4 @@
-"""What a name leads to that is not here: a sentence, never a bare AttributeError.
+"""Errors for names that are not here: a sentence each, never a bare AttributeError.
 
 Modules of `tailrace.compat` end with
 
@@ -76,6 +76,7 @@ def _load(place: str) -> Any:
 
 def is_import(frame: types.FrameType) -> bool:
     """Whether a frame is at a `from ... import name`."""
+    # By its bytecode: Python calls `__getattr__` in the same way for both.
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
 
@@ -111,4 +112,5 @@ class _RefusedModules:
                 raise RefusedImport(refusal(entry))
 
 
+# At the end: asked only about modules that do not exist, so it can hide no real one.
 sys.meta_path.append(_RefusedModules)  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ In: modules, tensors, and options with the original's names. Out: models of `tai
     executor, loader, optim, ops   the classes of `tailrace.torch` under other names and arguments
     options, settings, enums       options as the original checks them, translated once
     names                          names of tensors, in both directions
+    arg_parsers, compile_hooks     the user's classes as arguments; functions to call when compiling
+    process_shares, profiling      the rows of one of several processes; tracepoints, without effect
 
 Rule: it translates and checks; nothing is computed here. Errors are those of `errors`.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
-from tailrace.torch.calls.containers import register_container
+from tailrace.torch.calls.containers import CustomContainer, register_container
 
 
 class ICustomArgParser:
@@ -55,7 +55,9 @@ class _Renamed:
         self.yield_tensors = getattr(parser, "yieldTensors", None) or parser.yield_tensors
 
 
-def registerCustomArgParser(arg_type: type, arg_parser: Any) -> None:
+def registerCustomArgParser(
+    arg_type: type, arg_parser: ICustomArgParser | CustomContainer | None
+) -> None:
     """Say how objects of a class of your own are taken apart, as arguments and results of models.
 
     Args:

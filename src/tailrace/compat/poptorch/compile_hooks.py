@@ -27,6 +27,7 @@ class Handle:
 
     def remove(self) -> None:
         """Forget the hook."""
+        # Removing twice is allowed, as with PyTorch's handles.
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 

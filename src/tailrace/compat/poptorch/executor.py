@@ -16,7 +16,7 @@ import torch
 
 from tailrace.compat.poptorch import compile_hooks, enums
 from tailrace.compat.poptorch.names import Names
-from tailrace.compat.poptorch.options import Options
+from tailrace.compat.poptorch.options import Options, check_options
 from tailrace.data.trees import Tree
 from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
 from tailrace.messages import note_once
@@ -71,6 +71,7 @@ class PoplarExecutor(Model):
     def rng_state(self, state: list[int]) -> None:
         self._need_compiled()
         self._seed = int(state[0])
+        # A seed alone starts its numbers over.
         self._set_steps(int(state[1]) if len(state) > 1 else 0)
 
     # -- running --------------------------------------------------------------------------------
@@ -112,6 +113,7 @@ class PoplarExecutor(Model):
         self._need_compiled()
         if self._detached:
             raise ProgramError("Device is not attached")
+        # Inference changes no weights.
         if isinstance(self, TrainingModel):
             self.copy_weights_to_host_if_needed()
         self._detached = True
@@ -307,10 +309,17 @@ class PoplarExecutor(Model):
         return super()._taps(forward)
 
     def _anchor(
-        self, short: str, names: Names, long: str, as_outputs: bool, mode: Any, period: int
+        self,
+        short: str,
+        names: Names,
+        long: str,
+        as_outputs: bool,
+        mode: enums.OutputMode | None,
+        period: int,
     ) -> Anchor:
         returned = self._returned
-        if not as_outputs:
+        if mode is not None and not as_outputs:
+            # `Default` of an anchor is the mode of the outputs.
             returned = Returned.of(enums.MODES[mode], period).resolved(self._returned)
         returned.check(self._options.device_iterations)
         meaning = names.find(long)
@@ -326,10 +335,11 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         self, module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self._given = options
-        # Numbers of the optimizer change when setOptimizer says so, as in the original.
         TrainingModel.__init__(self, module, optimizer, options.native())
+        # The original gives parameters of a wrapped module this method.
         for name, parameter in module.named_parameters():
             parameter.replicaGrouping = functools.partial(_grouped, name)  # type: ignore[attr-defined]
+        # Numbers of the optimizer change only when setOptimizer says so, as in the original.
         self._follows = False
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -362,6 +372,7 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
 
     def _copy_buffers(self, names: list[str]) -> None:
         _, buffers = weights_of(self.module)
+        # Buffers that are not listed keep what training has made of them.
         state = self._state()
         self._program.put(
             state._replace(
@@ -442,6 +453,8 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
     def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         stages = len(forward.devices)
         pipelined = self._given.execution_strategy.execution == "pipelined"
+        # PopTorch's rule: a call of an inference model fills the pipeline, and each iteration is
+        # one microbatch.
         if forward.spread and pipelined and self._options.device_iterations < stages:
             raise OptionError(
                 f"poptorch.Options().deviceIterations must be greater than or equal to the number of "
@@ -495,6 +508,7 @@ def trainingModel(
         )
     # A wrapped module may be wrapped again; it is unwrapped first.
     module = model.module if isinstance(model, Model) else model
+    # A copy: the output mode is resolved for this model, and another may share the options.
     resolved = given.clone()
     if resolved.defaultOutputMode():
         resolved.outputMode(enums.OutputMode.Final)
@@ -545,13 +559,10 @@ def inferenceModel(
     return _InferenceExecutor(module, resolved)
 
 
-def _options(options: object) -> Options:
+def _options(options: Options | None) -> Options:
     if options is None:
         return Options()
-    if not isinstance(options, Options):
-        raise OptionError(
-            f"Invalid type: 'options' is of type {type(options).__name__} (Expected poptorch.Options)"
-        )
+    check_options(options)
     options.freeze()
     return options
 

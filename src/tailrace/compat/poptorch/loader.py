@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.poptorch.enums import DataLoaderMode, SharingStrategy
-from tailrace.compat.poptorch.options import Options
+from tailrace.compat.poptorch.options import Options, check_options
 from tailrace.compat.poptorch.process_shares import share_of
 from tailrace.errors import OptionError
 from tailrace.torch.calls.loader import Ahead
@@ -73,16 +73,13 @@ class DataLoader(NativeLoader):
         batch_sampler: Iterable[list[int]] | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        if not isinstance(options, Options):
-            raise OptionError(
-                f"Invalid type: 'options' is of type {type(options).__name__} (Expected "
-                f"poptorch.Options)"
-            )
+        check_options(options)
         if not isinstance(mode, DataLoaderMode):
             raise UsageError(f"Expected a poptorch.DataLoaderMode, got {mode!r}")
         native = options.native()
         if auto_distributed_partitioning:
             chosen = {"shuffle": shuffle, "drop_last": drop_last, "batch_sampler": batch_sampler}
+            # In whole calls of a model: a share that ends in the middle of one would be cut.
             whole = (batch_size or 1) * native.pieces
             share = share_of(options, dataset, batch_size, whole, chosen | dataloader_kwargs)
             if share is not None:
@@ -157,6 +154,8 @@ class AsynchronousDataAccessor:
 
     def __iter__(self) -> Iterator[Any]:
         source = self._dataset
+        # Rows by number: Python would read until an IndexError, which a dataset of PyTorch need not
+        # raise.
         if not hasattr(source, "__iter__"):
             source = (self._dataset[index] for index in range(len(self._dataset)))
         ahead = Ahead(source, self._size)

@@ -39,6 +39,7 @@ _SLOTS = {
 
 _NUMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "sgd": {
+        # PopART combines numbers before it updates; these are what it computes with.
         "scaledLearningRate0": lambda h: h("lr") / h("loss_scaling"),
         "weightDecayScaleFactor0": lambda h: 1 - h("lr") * h("weight_decay"),
     },
@@ -145,6 +146,7 @@ class Names:
             number = counts[name] = counts.get(name, -1) + 1
             name = f"{name}/{number}" if number else name
             self.meanings[name] = Meaning(entry.name)
+            # Of values that do not lead to the loss there is none.
             back = entry.name.replace("activation/", "cotangent/", 1)
             if back in backward:
                 self.meanings[f"Gradient___{name}"] = Meaning(back)
@@ -166,8 +168,10 @@ def _is_function(part: str) -> bool:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A name as it is, then with one `model.` removed or added behind its prefix."""
+    """A name as it is, then with one `model.` removed or added after its prefix."""
     yield name
+    # Older versions of the original had the module as an attribute `model`; programs have both
+    # names.
     prefix, mark, rest = name.rpartition("___")
     head = f"{prefix}{mark}"
     if rest.startswith("model."):
@@ -187,6 +191,7 @@ def _optimizer_names(optimizer: DeviceOptimizer) -> Iterator[tuple[str, Meaning]
                 yield f"Step___{name}", Meaning("optimizer/step", lambda v: v.astype("float32"))
         for title, formula in _NUMBERS[rule.kind].items():
             meaning = Meaning("optimizer/hyper", _picked(number, formula))
+            # A default exists only if all groups have the same numbers.
             if not several:
                 yield f"{title}___default___FLOAT", meaning
             for name in rule.params:
@@ -194,6 +199,7 @@ def _optimizer_names(optimizer: DeviceOptimizer) -> Iterator[tuple[str, Meaning]
     if optimizer.automatic:
         first = optimizer.loss_scaling
         yield FACTOR, Meaning(f"updated/{FACTOR}")
+        # `param`, not `updated`: the scale that this step used, not that of the next.
         yield "finalLossScale", Meaning(f"param/{FACTOR}", lambda factor: factor * first)
     yield "lossScaling_FLOAT", Meaning("optimizer/hyper", _picked(0, lambda h: h("loss_scaling")))
 

@@ -6,7 +6,7 @@ Long, and one thing: a table of short functions, each described for the referenc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     >>> poptorch.recomputationCheckpoint(torch.ones(2))
     tensor([1., 1.])
     """
+    # Both spellings of the original: several tensors, or one list of them.
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
     if not all(isinstance(t, torch.Tensor) for t in given):
         raise OptionError("recomputationCheckpoint takes tensors, or a list or tuple of them")
@@ -196,7 +197,11 @@ def set_overlap_for_output(output_tensors: Sequence[Any], mode: enums.OverlapMod
 
 
 def serializedMatMul(
-    lhs: torch.Tensor, rhs: torch.Tensor, mode: Any, factor: int = 0, keep_precision: bool = False
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    mode: enums.MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
 ) -> torch.Tensor:
     """The matrix product, computed at once; the original computed it in pieces.
 
@@ -296,6 +301,7 @@ def cond(
     if not isinstance(then_inps, list) or not isinstance(else_inps, list):
         raise OptionError("poptorch.cond() takes lists of inputs. (Object is not list)")
     watch = current_watch()
+    # A condition that is known chooses now, as Python's `if` does.
     if watch is None or not is_traced(condition):
         body, inps = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
         out = body(*inps)
@@ -312,6 +318,7 @@ def cond(
     chosen: list[list[Any]] = [[t.jax() for t in inps] for inps in (then_inps, else_inps)]  # type: ignore[attr-defined]
     out = jax.lax.cond(
         flag.jax().reshape(()).astype(bool),
+        # By closure, not as operands: the branches may take different inputs.
         lambda: branch(then_body)(chosen[0]),
         lambda: branch(else_body)(chosen[1]),
     )
@@ -340,6 +347,7 @@ def dynamic_slice(
     """
     _need_tensor("dynamic_slice", tensor)
     _need_tensor("dynamic_slice", start)
+    # Indices instead of a slice: PyTorch has no slice that begins at a tensor.
     index = start.reshape(()).long() + torch.arange(0, size, step, device=tensor.device)
     return tensor.index_select(dim, index)
 
@@ -388,12 +396,13 @@ class NameScope:
         self._name = name
 
     def __enter__(self) -> NameScope:
+        # Only while a module is traced: outside, the operations are PyTorch's own.
         self._scope: Any = jax.named_scope(self._name) if current_watch() else None
         if self._scope is not None:
             self._scope.__enter__()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._scope is not None:
             self._scope.__exit__(*exc)
 
@@ -482,6 +491,7 @@ def isRunningOnIpu() -> bool:
     >>> poptorch.isRunningOnIpu()
     False
     """
+    # Programs choose their code for the device by it, and it must be in the trace.
     return current_watch() is not None
 
 
@@ -594,11 +604,6 @@ def setLogLevel(level: str | int) -> None:
     noted("setLogLevel")
 
 
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 class Channel:
     """Tracepoints of the original's profiler; nothing is recorded here. `tr.trace` draws timelines.
 
@@ -620,7 +625,7 @@ class Channel:
         Args:
             label: the name of the tracepoint.
         """
-        return _nothing()
+        return contextlib.nullcontext()
 
     def instrument(self, obj: object, *methods: str) -> Any:
         """The object itself.

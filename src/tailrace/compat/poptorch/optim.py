@@ -1,4 +1,4 @@
-"""`poptorch.optim`: the optimizers of the native front end, with what the original has besides."""
+"""`poptorch.optim`: the optimizers of the native front end, with what else the original has."""
 
 from __future__ import annotations
 
@@ -101,8 +101,11 @@ def _with_attributes(kind: type) -> type:
     def __init__(self: Any, params: Tree, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("amsgrad"):
             raise OptionError("Only non-amsgrad Adam/AdamW optimizers are supported.")
+        # None means "not given" in the original, also for arguments whose default is something
+        # else.
         given = {n: v for n, v in kwargs.items() if v is not None}
         kind.__init__(self, params, *args, **{**wide, **given})
+        # The original's rule: what is passed may change later, defaults are constant.
         self.variable_attrs = VariableAttributes(
             set(names), {*names[: len(args)], *given} & set(names)
         )

@@ -98,6 +98,7 @@ class Options(OptionsDict):
             "_Popart": PopartOptions(),
         }.items():
             object.__setattr__(self, name, part)
+        # After the groups, whose options it may set too.
         if defaults := os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
             self.from_json(defaults)
         for variable in ("POPTORCH_CACHE_DIR", "POPTORCH_LOG_LEVEL", "POPTORCH_IPU_MODEL"):
@@ -227,6 +228,7 @@ class Options(OptionsDict):
         mode = anchor_mode if output_mode is None else output_mode
         period = anchor_return_period if output_return_period is None else output_return_period
         if mode is not None:
+            # A missing period of an anchor is 1, unlike that of the outputs.
             _check_mode(mode, 1 if period is None else period)
         period = period if mode is enums.OutputMode.EveryN and period is not None else 1
         # Not refused when frozen, as in the original; a model has its own copy.
@@ -244,7 +246,7 @@ class Options(OptionsDict):
         """
         if not isinstance(strategy, _Strategy):
             raise UsageError(f"Unknown strategy {strategy!r}: use poptorch.PipelinedExecution, ...")
-        # Past `set`, which wants the class of the value before: strategies are of several.
+        # Past `set`, which requires the class of the previous value: strategies have several.
         self._check_not_frozen()
         self._values["execution_strategy"] = strategy
         return self
@@ -501,6 +503,7 @@ class Options(OptionsDict):
             output_mode=enums.MODES[self.output_mode],
             output_return_period=period,
             reduction=reduction,
+            # Not `not ...`: without a setting there is no key, and the state stays on the device.
             offload_optimizer_state=location.get("onChip") == 0,
             shard_optimizer_state=bool(location.get("useReplicatedTensorSharding")),
             seed=self.random_seed,
@@ -508,6 +511,14 @@ class Options(OptionsDict):
             stages=strategy.staging(),
             recompute="interleaved",
             observe=observe,
+        )
+
+
+def check_options(options: object) -> None:
+    """Refuse anything else where options are expected."""
+    if not isinstance(options, Options):
+        raise OptionError(
+            f"Invalid type: 'options' is of type {type(options).__name__} (Expected poptorch.Options)"
         )
 
 
@@ -544,6 +555,7 @@ def _check_mode(mode: object, period: int | None) -> None:
 def _enum_member(value: object) -> Any:
     if isinstance(value, str) and "." in value:
         kind, _, member = value.partition(".")
+        # Anything else stays a text: a setter that expects a member refuses it.
         found = getattr(enums, kind, None)
         if isinstance(found, enum.EnumMeta) and member in found.__members__:
             return found[member]

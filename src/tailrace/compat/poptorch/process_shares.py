@@ -43,6 +43,7 @@ class ProcessShare:
         self._count, self._seed, self._epoch = count, options.random_seed, 0
         self._shuffle = shuffle
         if drop_last:
+            # Equally many calls: a process with fewer would end its epoch before the others.
             share = whole * (count // (whole * processes))
             self._rows = range(number * share, (number + 1) * share)
         else:

@@ -7,6 +7,8 @@ is TensorFlow's own, where it is installed.
 In: code written for TensorFlow, eager, in `tf.function` or in a graph. Out: JAX values, and programs.
 
     operations, structures, dtypes   what TensorFlow computes; `operations/table.py` has them by name
+    tensors, tensor_shape, arrays    what TensorFlow's values have and JAX's do not
+    variables, checkpoints           Keras' variables with TensorFlow's arguments; files of them
     function, control, tape          programs, loops and branches in them, gradients
     keras, v1, compat, python        the other interfaces that programs import
     namespaces, host                 where a name is looked up; TensorFlow's own, if installed
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures
@@ -58,6 +60,7 @@ _tensors.add_methods()
 __version__ = "2.6.3"  # the last that the originals were made for
 
 newaxis = None
+# For `isinstance` and annotations of programs; values of programs are of this class too.
 Tensor = jax.Array
 UnconnectedGradients = _Namespace("UnconnectedGradients", {"NONE": "none", "ZERO": "zero"})
 

@@ -29,7 +29,7 @@ class TensorArray:
     Args:
         dtype: the dtype of the rows.
         size: how many rows there are; known when the program is made.
-        dynamic_size: whether a write behind the last row adds rows; its number must be known, so a
+        dynamic_size: whether a write past the last row adds rows; its number must be known, so a
             loop over values of the device needs `size`.
         element_shape: the shape of a row; None: that of the first that is written.
         **options: `clear_after_read`, `infer_shape`...: without effect.
@@ -134,6 +134,7 @@ class TensorArray:
         del name
         given = self._row(value)
         known = not isinstance(indices, Tracer)
+        # The largest index decides whether the array must grow.
         last = np.max(np.asarray(indices)) if known else jnp.max(jnp.asarray(indices))
         rows = self._rows_like(given[0], last)
         return self._with(rows.at[jnp.asarray(indices)].set(given))
@@ -181,7 +182,7 @@ class TensorArray:
         return self._written()
 
     def concat(self, name: str | None = None) -> Any:
-        """All rows, one behind the other.
+        """All rows, one after the other.
 
         Args:
             name: without effect.
@@ -231,6 +232,7 @@ class TensorArray:
 
     def tree_flatten(self) -> Any:
         """The array, and what stays."""
+        # The size is part of the structure, so a branch or loop that changes it is refused.
         return (self._rows,), (self.dtype, self.dynamic_size, self._size)
 
     @classmethod

@@ -51,9 +51,10 @@ class Checkpoint:
     2.0
     """
 
-    def __init__(self, root: Any = None, **kwargs: Any) -> None:
-        self._objects = {**({} if root is None else {"root": root}), **kwargs}
+    def __init__(self, root: object = None, **kwargs: Any) -> None:
+        self._objects: dict[str, Any] = {**({} if root is None else {"root": root}), **kwargs}
         for name, each in self._objects.items():
+            # Programs read them back: `checkpoint.model`.
             setattr(self, name, each)
             if not (is_variable(each) or isinstance(each, Module) or hasattr(each, "variables")):
                 raise IPUValueError(

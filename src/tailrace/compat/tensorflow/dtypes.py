@@ -77,6 +77,7 @@ class DType:
         return _limits(self.dtype).max
 
     def __eq__(self, other: object) -> bool:
+        # TensorFlow's own dtypes are compared too, without importing TensorFlow.
         named: Any = getattr(other, "as_numpy_dtype", other)
         try:
             return self.dtype == np.dtype(named)

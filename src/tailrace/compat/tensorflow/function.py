@@ -93,6 +93,7 @@ class Function:
         if self.input_signature is None:
             return args
         specs = list(self.input_signature)
+        # One more: the object of a method.
         if len(args) > len(specs) + 1:
             raise ProgramError(
                 f"{self.__name__} has an input_signature of {len(specs)} arguments. "

@@ -98,12 +98,13 @@ def tensorflow(what: str = "tensorflow") -> Any:
 
 
 @functools.cache
-def _accept_specs(dataset: Any) -> None:
+def _accept_specs(dataset: type[Any]) -> None:
     """Let `from_generator` take `tf.TensorSpec`, which is ours and no class of TensorFlow; once."""
     plain = dataset.from_generator
 
     @functools.wraps(plain)
     def from_generator(*args: Any, **kwargs: Any) -> Any:
+        # By name: the positions before it are those of older arguments, which exclude it.
         if "output_signature" in kwargs:
             kwargs["output_signature"] = map_leaves(_own_spec, kwargs["output_signature"])
         return plain(*args, **kwargs)
@@ -150,6 +151,7 @@ def is_tensor(value: TensorLike) -> bool:
 
 def is_symbolic(value: TensorLike) -> bool:
     """Whether a tensor of TensorFlow has no value yet: inside of `dataset.map`."""
+    # A tensor of a graph lacks the method; an eager one has it.
     return is_tensor(value) and not hasattr(value, "numpy")
 
 

@@ -78,6 +78,7 @@ _modules: dict[str, Namespace] = {}
 
 
 def _module(full: str, on_host: bool) -> Namespace:
+    # One object for a name, as Python has one of each module.
     return _modules.setdefault(full, Namespace(full, on_host=on_host))
 
 
@@ -117,6 +118,7 @@ def unknown(path: str, name: str, known: list[str]) -> Exception:
 
 def _imported() -> bool:
     """Whether a name was asked for by a statement `from ... import`."""
+    # Past our own frames, to the statement of the program.
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(PACKAGE):
         frame = frame.f_back
@@ -136,6 +138,7 @@ class _Modules:
         if not fullname.startswith(f"{PACKAGE}."):
             return None
         around, _, name = fullname.rpartition(".")
+        # The module around decides, so `import tf.x.y` and `tf.x.y` are the same object.
         found = getattr(importlib.import_module(around), name, None)
         if not isinstance(found, types.ModuleType):
             return None
@@ -144,7 +147,7 @@ class _Modules:
 
 
 class _Loader:
-    """Gives back a module that is there."""
+    """Returns an existing module."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module, self._spec = module, getattr(module, "__spec__", None)

@@ -206,6 +206,7 @@ class GradientTape:
         whole = self.jacobian(target, source)
         rows = jnp.arange(whole.shape[0])
         between = _array(target).ndim
+        # Of all pairs of rows, those of the same number.
         return jnp.moveaxis(whole, between, 1)[rows, rows]
 
     def _in_a_program(
@@ -269,5 +270,7 @@ def _before_cast(tape: GradientTape, variable: VariableLike, array: TensorLike) 
     """The variable's own array, where Keras has read it in another dtype."""
     if isinstance(variable, Variable) or str(array.dtype) == str(variable.dtype):
         return array
+    # The cast is the last operation that was recorded; gradients are asked for in what it was
+    # given.
     made: Sequence[Any] = tape._recording.operations
     return made[-1].taken[0] if made and any(out is array for out in made[-1].made) else array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class TensorShape(tuple[Any, ...]):
         given: list[Any] = (
             [] if dims is None else [dims] if isinstance(dims, int | np.integer) else list(dims)
         )
+        # Plain numbers inside, so that JAX and numpy take it as a tuple of ints.
         found = super().__new__(cls, (each.value if _is_v1(each) else each for each in given))
         found._is_known = dims is not None
         return found
@@ -149,7 +150,7 @@ class TensorShape(tuple[Any, ...]):
         return TensorShape(a if a == b else None for a, b in _pairs(self, theirs))
 
     def concatenate(self, other: ShapeLike) -> TensorShape:
-        """The axes of this shape and behind them those of another.
+        """The axes of this shape, then those of another.
 
         Args:
             other: a shape.
@@ -219,7 +220,7 @@ class TensorShape(tuple[Any, ...]):
 
     # -- as a sequence ------------------------------------------------------------------------------
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
         self._need_rank("A length")
         if isinstance(key, slice):
             return TensorShape(tuple.__getitem__(self, key))

@@ -170,6 +170,7 @@ class Variable(keras.Variable):
     def _changed(self, method: str, value: TensorLike) -> Any:
         if describing() or isinstance(value, Deferred):
             return deferred_call(type(self)._changed, (self, method, value), {})
+        # Keras' method, which inside a program writes to its scope.
         getattr(super(), method)(value)
         return self
 
@@ -213,7 +214,7 @@ class Variable(keras.Variable):
 
 def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def method(self: Any, *args: Any) -> Any:
+    def method(self: Variable, *args: Any) -> Any:
         if describing() or any(isinstance(arg, Deferred) for arg in args):
             return deferred_call(plain, (self, *args), {})
         return plain(self, *args)

@@ -105,6 +105,7 @@ def first_row(
             # Other shapes differ in every row, so in the first.
             worst = {0: (float("nan"), text, float("nan"), (float("nan"), float("nan")))}
             break
+        # In float64, so that bfloat16 and float32 are compared as the numbers they are.
         a, b = (_flat(mine[left]), _flat(theirs[right]))
         off, size = _apart(a, b)
         rows = np.flatnonzero((off > atol + rtol * size[:, None]).any(axis=1))
@@ -112,6 +113,8 @@ def first_row(
             row = int(rows[0])
             at = int(np.argmax(off[row]))
             largest = float(off[row, at])
+            # Relative to the row's largest value: relative to each element, noise around zero would
+            # be infinite.
             relative = largest / float(size[row]) if size[row] else float("inf")
             if row not in worst or relative > worst[row][2]:
                 worst[row] = (largest, field, relative, (a[row, at].item(), b[row, at].item()))
@@ -138,6 +141,7 @@ def _fields(one: Tree, other: Tree) -> Iterator[tuple[str, np.ndarray, np.ndarra
             yield name, one[name], other[name]
         return
     paths = jax.tree_util.tree_flatten_with_path(one)[0]
+    # Not strict: trees of two programs may differ, and what both have is compared.
     for (path, mine), theirs in zip(paths, jax.tree.leaves(other), strict=False):
         yield jax.tree_util.keystr(path), mine, theirs
 
@@ -166,6 +170,8 @@ def completed(
     """A result with the number of tensors compared, and the tensors that only one of the two has."""
 
     def only(these: Mapping[Any, Any], those: Mapping[Any, Any]) -> tuple[str, ...]:
+        # Keys are (name, kind) for runs, names for functions. A tensor with two kinds is listed
+        # once.
         names = (key if isinstance(key, str) else key[0] for key in these if key not in those)
         return tuple(dict.fromkeys(names))
 

@@ -21,6 +21,9 @@ from tailrace.runs.diff.difference import Difference, common_rows, completed, fi
 from tailrace.runs.diff.renaming import Names, renamed
 from tailrace.taps.tap import Tap
 
+Named = Device | int | str | None
+"""A device, its index or its platform; None for the first one."""
+
 
 @dataclasses.dataclass
 class Called:
@@ -35,7 +38,7 @@ class Called:
 
     function: Callable[..., Any]
     batch: Tree
-    device: Device | int | str | None = None
+    device: Named = None
     dtype: DTypeLike = None
 
     @functools.cached_property
@@ -47,6 +50,7 @@ class Called:
         try:
             wanted = jnp.dtype(self.dtype)
         except TypeError:
+            # Refused below, with the same message as a dtype that exists and is no float.
             wanted = jnp.dtype("bool")
         if not jnp.issubdtype(wanted, jnp.floating):
             raise OptionError(f"dtypes are floats, or None. Received: {self.dtype!r}.")
@@ -72,12 +76,14 @@ def diff_functions(
 ) -> Difference:
     """The first tensor in which two functions differ."""
     ours, theirs = first.tensors(), renamed(second.tensors(), names)
+    # Same name and another shape: not the same tensor, such as a layer of another width.
     common = [n for n, e in ours.items() if n in theirs and theirs[n].shape == e.shape]
     if not common:
         raise OptionError(
             "The two functions have no tensor in common: none has one name and one shape in both. "
             "Where they are called differently, names= says how."
         )
+    # Only what both have is kept: all whole tensors of a model may not fit into memory.
     mine = first.run(set(common))
     found = second.run({theirs[name].name for name in common})
     other = {name: found[theirs[name].name] for name in common if theirs[name].name in found}
@@ -110,6 +116,7 @@ def device_of(named: Device | int | str) -> Device:
             found = jax.devices(platform)
         except RuntimeError:
             found = []
+    # A bool is an int, and no device is number True.
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(found):
         return found[number]
     there = ", ".join(f"'{d.platform}:{n}'" for n, d in enumerate(devices.available()))

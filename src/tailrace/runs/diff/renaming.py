@@ -37,6 +37,7 @@ def renamed(found: Mapping[Any, Value], names: Names | None) -> dict[Any, Value]
                 f"{shown(came_from[put])!r} and {shown(old)!r}. Leave one of them out."
             )
         out[put], came_from[put] = value, old
+    # A function may return a name as it is; an entry that matches nothing is a typo.
     if isinstance(call, _Table):
         call.check(list(came_from.values()))
     return out
@@ -46,6 +47,7 @@ class _Table:
     """Names from a dict; the longest matching entry wins."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
+        # Longest first: `fc.weight` before `fc`, which is its prefix.
         self._names = sorted(names.items(), key=lambda pair: -len(pair[0]))
         self._used: set[str] = set()
 
@@ -68,6 +70,7 @@ class _Table:
         for old, _ in self._names:
             if old not in self._used:
                 paths = dict.fromkeys([*there, *(name.partition("/")[2] for name in there)])
+                # Names of two front ends look little alike, so the cutoff is low.
                 near = difflib.get_close_matches(old, paths, n=3, cutoff=0.3) or list(paths)[:3]
                 raise OptionError(
                     f"names has an entry for {old!r}, and the second has no such tensor. The "

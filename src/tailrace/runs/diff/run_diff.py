@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.data.counts import check_number
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
@@ -16,18 +17,21 @@ from tailrace.records.history import History
 from tailrace.records.record import Record
 from tailrace.records.records import HasRecords
 from tailrace.runs.diff.difference import Difference, common_rows, completed, first_row, rank_of
-from tailrace.runs.diff.functions import Called, diff_functions
+from tailrace.runs.diff.functions import Called, Named, diff_functions
 from tailrace.runs.diff.renaming import Names, renamed
 from tailrace.runs.reader import Run, open_run
 
+Comparable = str | os.PathLike[str] | HasRecords | Callable[..., object]
+"""A run, by its path or opened, or a trainer or model after a fit; or a function of arrays."""
+
 
 def diff(
-    first: Any,
-    second: Any,
+    first: Comparable,
+    second: Comparable,
     batch: Tree = None,
     *,
-    devices: tuple[Any, Any] | None = None,
-    dtypes: tuple[Any, Any] | None = None,
+    devices: tuple[Named, Named] | None = None,
+    dtypes: tuple[DTypeLike, DTypeLike] | None = None,
     names: Names | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -75,6 +79,7 @@ def diff(
     rtol = check_number("rtol", rtol, error=OptionError)
     atol = check_number("atol", atol, error=OptionError)
     placed = {"a batch": batch, "devices": devices, "dtypes": dtypes}
+    # Before functions: a model after a fit has records, and may be callable too.
     if _is_run(first) and _is_run(second):
         for what, value in placed.items():
             if value is not None:
@@ -144,6 +149,7 @@ def _series(run: HasRecords) -> dict[tuple[str, str], Callable[[], Record]]:
         history = History()
 
     def metric(name: str) -> Record:
+        # Values of validations have steps of their own, without microbatches and replicas.
         own = name not in history.step_names
         values = history[name].reshape(-1, 1, 1) if own else history.each(name)
         tags = np.meshgrid(history.steps_of(name), *map(np.arange, values.shape[1:]), indexing="ij")

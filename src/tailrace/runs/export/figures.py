@@ -50,6 +50,7 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_formats(strip: Axes, axes: Axes, low: float, high: float) -> None:
     """Draw the ranges of formats as lines in `strip`, and their limits in `axes`."""
     strip.set_xlim(low, high)
+    # Downwards, so that the first format is on top.
     strip.set_ylim(len(FORMATS) - 0.4, -0.9)
     strip.axis("off")
     for row, form in enumerate(FORMATS):
@@ -69,6 +70,7 @@ def draw_formats(strip: Axes, axes: Axes, low: float, high: float) -> None:
 def exponent_ticks(axes: Axes, low: float, high: float, zero: float) -> None:
     """Ticks at round exponents, and one for the column of zeros."""
     ticks = np.arange(-150, 140, 10 if high - low > 40 else 5)
+    # Without those that would touch the label of the zeros.
     ticks = ticks[(ticks > zero + 0.06 * (high - low)) & (ticks < high)]
     axes.set_xticks([zero, *ticks], ["zero", *map(str, ticks)], fontsize=8)
     axes.set_xlabel(

@@ -71,6 +71,7 @@ class ExponentHistogram(Picture):
         draw_formats(strip, axes, edge_low, edge_high)
         axes.set_xlim(edge_low, edge_high)
         axes.set_yscale("log")
+        # From below 1, or a bin with one value would have no height on a logarithmic axis.
         axes.set_ylim(0.7, 2 * max(int(finite.max(initial=0)), int(counts[ZERO_BIN]), 5))
         exponent_ticks(axes, edge_low, edge_high, low - 2.5)
         axes.set_ylabel("values")
@@ -167,12 +168,14 @@ class Heatmap(Picture):
             return self.given
         finite = self.values[np.isfinite(self.values)]
         if (finite < 0).any():
+            # Symmetric, so that zero is the white of the colour map.
             end = float(np.abs(finite).max())
             return -end, end
         finite = finite[finite > 0]
         if not len(finite):
             return 0.1, 1.0
         low, high = np.floor(np.log10(finite.min())), np.ceil(np.log10(finite.max()))
+        # At least one decade: a logarithmic scale with equal ends is an error.
         return float(10.0**low), float(10.0 ** max(high, low + 1))
 
     @property
@@ -256,12 +259,15 @@ def heatmap(
     """
     records: Records = source if isinstance(source, Records) else source.records
     keys = chosen_keys(records, select, ("norm", "stats", "histogram"), catalogue_of(source))
+    # One kind for the whole picture: a norm and a standard deviation have no common scale.
     kind = min((key[1] for key in keys), key=("norm", "stats", "histogram").index)
     keys = [key for key in keys if key[1] == kind]
     series = [(key[0], *_one_number(records[key], field)) for key in keys]
     there = _steps_in(np.concatenate([at for _, at, _ in series]), steps)
     if not len(there):
         raise SelectionError(f"No records of {select!r} are in the steps that were asked for.")
+    # By recorded steps, not by their numbers: a tap that records every 1000th step has no empty
+    # columns.
     columns = np.array_split(there, min(MOST_COLUMNS, len(there)))
     starts = np.array([column[0] for column in columns], int)
     values = np.full((len(series), len(columns)), np.nan)

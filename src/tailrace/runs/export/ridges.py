@@ -43,6 +43,7 @@ class ExponentRidges(Picture):
         height = 2.2 + ROW * len(self.rows)
         figure = new_figure(9, height)
         left = 0.03 + 0.0078 * max(map(len, names))
+        # Inches as fractions of the height: margins stay the same, however many rows there are.
         strip_at, rows_at = 1.08 / height, 0.92 / height
         bottom = 1 - strip_at - (0.36 / height) - ROW * len(self.rows) / height
         box = (left, bottom, 0.86 - left, ROW * len(self.rows) / height)
@@ -75,6 +76,7 @@ class ExponentRidges(Picture):
     ) -> None:
         low, high = ends
         exponents = np.arange(low, high + 1)
+        # `1 +`: empty bins are 0 high, not minus infinity. 0.86 leaves a gap to the row above.
         tall = 0.86 * np.log10(1 + counts[exponents + BIAS]) / max(top, 1e-9)
         base = number + 0.92
         edges = np.append(exponents, high + 1)

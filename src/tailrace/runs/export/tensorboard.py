@@ -17,6 +17,7 @@ import numpy as np
 
 from tailrace.data.counts import check_count
 from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.records.exponents import BIAS
 from tailrace.records.history import History
 from tailrace.records.record import Record
 from tailrace.records.records import Records
@@ -27,7 +28,6 @@ from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
-BIAS = 127
 MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
 """How the values of one step are combined; the mean by default."""
 
@@ -57,9 +57,11 @@ def write_events(
         for name in history:
             values, steps = history[name], history.steps_of(name)
             each = every if name in history.step_names else 1  # validations are rare
+            # The last of each n, so that the newest step is among them.
             for row in range(each - 1, len(steps), each):
                 writer.add_scalar(f"history/{name}", float(values[row]), int(steps[row]))
                 count += 1
+        # A tag has one kind of value in TensorBoard; a tensor with two kinds gets two tags.
         several = {name for name, _ in keys if sum(name == other for other, _ in keys) > 1}
         for key in keys:
             tag = f"{key[0]}/{key[1]}" if key[0] in several else key[0]
@@ -93,6 +95,8 @@ def _scalars(record: Record) -> list[tuple[str, np.ndarray]]:
         return [(name, values[name]) for name in values.dtype.names if values.ndim == 1]
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(values)[0]:
+        # One number per row: TensorBoard has no place for layers of a stack, or for complex
+        # numbers.
         if leaf.ndim == 1 and leaf.dtype.kind != "c":
             field = "/".join(str(getattr(part, "key", getattr(part, "idx", ""))) for part in path)
             found.append((field, leaf))
@@ -103,11 +107,12 @@ def _by_step(
     steps: np.ndarray, values: np.ndarray, merge: Callable[..., Any]
 ) -> list[tuple[int, float]]:
     wide = values.astype(np.float64)
-    found, starts = np.unique(steps, return_index=True)
-    if len(found) == len(steps):
+    if len(np.unique(steps)) == len(steps):
         return list(zip(steps.tolist(), wide.tolist(), strict=True))
-    pieces = np.split(wide, starts[1:])
-    return [(int(step), float(merge(piece))) for step, piece in zip(found, pieces, strict=True)]
+    starts = np.flatnonzero(np.diff(steps, prepend=-1))
+    pieces = zip(steps[starts].tolist(), np.split(wide, starts[1:]), strict=True)
+    # A trainer that went back has computed some steps twice: the last ones count, as in `tr.diff`.
+    return [(step, float(merge(piece))) for step, piece in sorted(dict(pieces).items())]
 
 
 def _write_histogram(writer: SummaryWriter, tag: str, counts: np.ndarray, step: int) -> None:

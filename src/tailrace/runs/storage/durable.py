@@ -48,6 +48,7 @@ def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
         root.check()  # a file in a directory that lost its name would be unreachable
         for name in contents:
             rename_file(root, name + PARTIAL, name)
+    # Also for Ctrl-C. Leftovers are harmless, but a full disk needs the room.
     except BaseException:
         for name in contents:
             with contextlib.suppress(Exception):
@@ -79,6 +80,7 @@ def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
         return
     # `fsync` waits without the interpreter's lock.
     with ThreadPoolExecutor(min(len(names), MOST_AT_ONCE), thread_name_prefix=THREADS) as pool:
+        # `list` raises the first error; without it the results, and errors, would be dropped.
         list(pool.map(call, names))
 
 

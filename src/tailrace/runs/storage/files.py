@@ -105,6 +105,7 @@ def own_dtype(name: str) -> np.dtype:
     """
     import ml_dtypes
 
+    # The name is from a file: only types count, not other attributes of the module.
     own = getattr(ml_dtypes, name, None)
     try:
         return np.dtype(own if isinstance(own, type) else name)
@@ -143,7 +144,7 @@ def describe_tree(value: object, leaf: Callable[[Any], int]) -> Any:
     )
 
 
-def build_tree(structure: Any, leaf: Callable[[int], Any]) -> Any:
+def build_tree(structure: int | Mapping[str, Any] | None, leaf: Callable[[int], Any]) -> Any:
     """The tree described by a structure; the inverse of `describe_tree`.
 
     >>> build_tree({"tuple": [0, {"dict": {"a": 1}}]}, lambda number: number * 10)

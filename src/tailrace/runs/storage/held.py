@@ -62,6 +62,7 @@ class HeldDirectory:
     def check(self) -> None:
         """Raise an error if the path no longer leads to the held directory."""
         try:
+            # By path, though a handle is open: the question is where readers will look.
             now = os.stat(self.path)
         except FileNotFoundError:
             now = None
@@ -139,6 +140,7 @@ class HeldDirectory:
         # Names may come from a file of the run itself, which is not trusted.
         if any(part in ("", ".", "..") for part in (*above, last)):
             raise self.error(f"Names in a {self.kind} are plain. Received: {name!r}.")
+        # Windows has no handles of folders. A link made between check and use is not noticed there.
         if self._handle is None:
             for depth in range(len(above)):
                 if os.path.islink(os.path.join(self.path, *above[: depth + 1])):

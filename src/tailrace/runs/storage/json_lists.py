@@ -27,7 +27,7 @@ def read_list(path: Path, most: int) -> list[dict[str, Any]]:
     >>> read_list(Path("/nowhere"), 10)
     []
     """
-    # Not `Path.read_text`: that waits for ever for a pipe of this name.
+    # Not `Path.read_text`: that would wait forever on a pipe of this name.
     with contextlib.suppress(OSError, ValueError, RunError):
         found = parse_json(read_bytes(path, RunError, MOST_BYTES))
         listed = found[:most] if isinstance(found, list) else []

@@ -46,6 +46,7 @@ class DirectoryStore(Store, abc.ABC):
         """The content of a file; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
+        # Zarr parses descriptions whole, so they have a lower limit than chunks.
         is_description = key.endswith(".json")
         try:
             found = read_bytes(self.root / key, RunError, self.limit, description=is_description)
@@ -170,5 +171,6 @@ class BufferedStore(DirectoryStore):
         folder = prefix.rstrip("/")
         for key in [key for key in self._held if key.startswith(f"{folder}/")]:
             del self._held[key]
+        # Never the directory itself: the lock and other files are in it.
         if folder:
             self._directory.remove(folder)

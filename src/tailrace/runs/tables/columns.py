@@ -41,6 +41,8 @@ class Columns:
         for name, array in group.arrays():
             # Others are fixed coordinates, which do not grow.
             if array.metadata.dimension_names[:1] == (rows,) and name not in ("tensor", "stage"):
+                # Chunks of nothing but fill values are written too: a missing chunk then always
+                # means damage.
                 columns._arrays[name] = array.with_config({"write_empty_chunks": True})
         return columns
 

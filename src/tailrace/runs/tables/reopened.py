@@ -118,7 +118,7 @@ def _check(wanted: int, there: int) -> None:
     """Check that the checkpoint is not ahead of the run: rows are durable before it is written."""
     if wanted > there:
         raise RunError(
-            f"A run goes on where its checkpoint was taken, which is after {wanted} rows, and the run "
+            f"A run continues where its checkpoint was taken, after {wanted} rows, and the run "
             f"directory holds {there}: it is another one. Give run_dir the directory of that fit, or a "
             f"new one and checkpoint= too."
         )

@@ -153,6 +153,7 @@ class RunTables:
             "validations": 0 if self._validations is None else self._validations.columns.write(),
         }
         self._put(counts, writing=writing)
+        # Two clocks: encoding is processor time, in `flush` only what this thread computes is.
         encoded, busy = time.monotonic(), time.thread_time()
         self._store.flush(last=COUNTS)
         # Only now: if the disk refuses, the rows stay buffered and the next attempt writes them all.

@@ -32,6 +32,7 @@ def chosen_keys(
     named = [
         key
         for key in records
+        # Records have only their names: shape and dtype of the entry are placeholders.
         if matches(select, Entry(key[0], key[0].split("/")[0], (), np.dtype("float32")))
     ]
     if not named:

@@ -158,7 +158,10 @@ def stored_records(
             part = StoredPart(table, position, name, table.kind)
             found.setdefault((part.name, part.kind), []).append(part)
     return {
-        key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()
+        # In several tables if its shape, or the steps at which it is observed, changed between
+        # fits.
+        key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)]
+        for key, parts in found.items()
     }
 
 
@@ -212,6 +215,7 @@ def read_rows(
         _check_chunks(directory, where, array, start, stop, tensor)
         index = slice(start, stop) if tensor is None else (slice(start, stop), tensor)
         values = np.asarray(array[index])
+        # Stored wider than it was recorded, where Zarr has no such dtype.
         own = array.attrs.get("dtype")
         return values if own is None else values.astype(own_dtype(str(own)))
 
@@ -279,6 +283,7 @@ def _check_density(file: Path, array: ZarrArray) -> None:
 def open_root(directory: Path, limit: int | None = None) -> Any:
     """The Zarr group of a run, for reading."""
     zarr = import_zarr()
+    # Zarr would say that there is no group; what it means for a run is said here.
     if not (directory / "zarr.json").exists():
         raise RunError(
             f"The run '{shown(str(directory))}' is damaged: zarr.json cannot be read, because it is "

@@ -168,6 +168,7 @@ class HistoryTable:
     def __init__(self, group: ZarrGroup) -> None:
         group.attrs.put(sealed({"names": []}))
         self.columns = Columns(group, "step")
+        # Names of metrics are the user's, and may not be names of files: columns are numbered.
         self._numbers: dict[str, int] = {}
 
     @classmethod
@@ -200,6 +201,7 @@ class HistoryTable:
                 columns.add_column("elements", elements.dtype, shape[1:], dims)
             rows["elements"] = elements
         for name, values in scalars.items():
+            # A metric may appear in a later fit; earlier rows then have the fill value.
             if name not in self._numbers:
                 number = self._numbers[name] = len(self._numbers)
                 about = {"long_name": name}
@@ -240,6 +242,7 @@ class ExecutionTable:
         values = [{**done.reading, **done.fingerprint} for done in executions]
         for name, dtype in OPTIONAL.items():
             if any(name in one for one in values):
+                # Added when first needed: a run without fingerprints has no such columns.
                 if name not in self.columns:
                     self.columns.add_column(name, np.dtype(dtype), (), ())
                 # No element has index -1, and 0 is the fingerprint of a group that was not taken.

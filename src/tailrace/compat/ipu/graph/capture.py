@@ -54,7 +54,7 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
             target: a value of the program.
             sources: a variable, or a list of them.
         """
-        # It is often asked behind its block: then it is opened once more.
+        # It is often called after its block: then it is opened once more.
         with contextlib.nullcontext() if active() is self else self:
             return super().gradient(target, sources)
 

@@ -70,6 +70,7 @@ class Feed(dict[int, Any]):
 
     def __init__(self, fed: Iterable[tuple[int, Any]] = ()) -> None:
         super().__init__(fed)
+        # A copy: the feed grows by what is computed, and the inputs of a program are only these.
         self.fed: dict[int, Any] = dict(self)
 
 
@@ -153,6 +154,8 @@ class Deferred:
         return deferred_call(operator.getitem, (self, key), {})
 
     def __iter__(self) -> Any:
+        # Python unpacks `a, b = tf.split(x, 2)` before a session runs; the number of parts is known
+        # from a trace.
         form = self._form(2) if running() is None else self.value(running() or Feed())
         if isinstance(form, list | tuple):  # of several results, as of tf.split
             return iter([self[number] for number in range(len(form))])
@@ -210,6 +213,7 @@ def _both_ways(name: str) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"):
     _both_ways(_name)
+# Without `==`: values are keys of feeds, and TensorFlow 1 compares them by identity.
 for _name in ("lt", "le", "gt", "ge", "neg", "abs", "invert"):
     _function = getattr(operator, _name)
     setattr(Deferred, f"__{_name}__", lambda *args, _f=_function: deferred_call(_f, args, {}))
@@ -240,11 +244,14 @@ def evaluated(nest: Tree, feed: Feed) -> Any:
 
 def value_now(value: object) -> Any:
     """What is described, computed with nothing fed; other values as they are."""
+    # For initial values: they may be described, and are needed before any session runs.
     return value.value(Feed()) if isinstance(value, Deferred) else value
 
 
 # -- whether something is described or computed ---------------------------------------------------
 
+# For all threads, unlike the rest: programs switch to TensorFlow 1's behaviour once, at their
+# start.
 _everywhere = [False]
 _in_graph: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tensorflow_in_graph", default=False
@@ -295,6 +302,7 @@ def _program() -> Any:
 @contextlib.contextmanager
 def computing(feed: Feed) -> Iterator[None]:
     """What is described inside is computed at once, with this feed."""
+    # With the program: a feed from outside must not be used inside a program (`running`).
     token = _running.set((feed, _program()))
     try:
         yield

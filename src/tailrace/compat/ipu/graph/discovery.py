@@ -51,6 +51,7 @@ def keras_scope() -> Iterator[None]:
         return
     optimizers_made_inside()
 
+    # Defined here, because Keras may be imported after this file.
     class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
         def get_current_value(self, variable: VariableLike) -> Any:
             # Keras takes None for "no value here", and then returns the variable's own.

@@ -29,6 +29,8 @@ from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import is_made_by, is_mark
 from tailrace.jaxprs.stretches import bound, made_by, needed_for, results_of, run
 
+# It has no lowering: a question that `evaluate` did not answer fails to compile, rather than
+# silently computing something else.
 _gradients_p = Primitive("ipu_gradients")
 _gradients_p.multiple_results = True
 _gradients_p.def_abstract_eval(
@@ -149,6 +151,7 @@ def trainable_so_far() -> list[Any]:
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The results of a traced function, with its questions for gradients answered."""
     jaxpr = closed.jaxpr
+    # First, so that nothing has run when a program is refused.
     for eqn in jaxpr.eqns:
         _refuse_hidden(eqn)
     known = bound(jaxpr, closed.consts, args)
@@ -202,6 +205,7 @@ def _answer(
             run([eqn], known)
 
     def forward(values: Tree) -> Any:
+        # A copy: tracers of `jax.grad` must not stay in `known`.
         local = known | dict(zip(free, values, strict=True))
         _run_again(old, local, done)
         run(way, local)
@@ -223,6 +227,7 @@ def _give(question: JaxprEqn, free: list[Any], grads: Tree, known: dict[Any, Any
 def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[JaxprEqn]) -> None:
     """Run equations that have run before: nothing is sent again, and questions are asked again."""
     for eqn in equations:
+        # A mark is an identity. Passing its value on without it keeps outfeeds from sending twice.
         if is_mark(eqn):
             values = [internals.value_of(known, var) for var in eqn.invars]
             known.update(zip(eqn.outvars, values, strict=True))

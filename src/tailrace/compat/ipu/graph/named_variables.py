@@ -228,6 +228,7 @@ def enter_variable(variable: VariableLike, name: str) -> None:
     store[free] = variable
 
 
+# Weak: slots end with their optimizer; a graph only resets them.
 _slots: weakref.WeakKeyDictionary[Variable, Store] = weakref.WeakKeyDictionary()
 
 
@@ -251,6 +252,7 @@ def initializer() -> Callable[[], None]:
     store = _store.get()
 
     def initialize() -> None:
+        # Listed when it runs: slots are made in the first trace, after this operation.
         slots = [variable for variable, home in _slots.items() if home is store]
         for variable in (*store.values(), *slots):
             variable.reset()
@@ -267,6 +269,7 @@ def forget_variables() -> None:
 @contextlib.contextmanager
 def variables_of(store: Store | None) -> Iterator[None]:
     """Inside, `get_variable` finds the variables of a graph; None: those of the default graph."""
+    # Another graph has no scopes open yet.
     tokens = _store.set(_default if store is None else store), _around.set(_OUTSIDE)
     try:
         yield
@@ -290,6 +293,8 @@ def _usual(name: str) -> Callable[..., Any]:
     def numbers(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.zeros(shape, dtype)
+        # TensorFlow's fans: the last two axes, each times the window of a kernel. A vector counts
+        # its length twice.
         field = math.prod(shape[:-2])
         fans = [field * size for size in shape[-2:]] or [1]
         limit = math.sqrt(6.0 / max(1, fans[0] + fans[-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,12 +21,20 @@ class ResultText(str):
     __slots__ = ()
 
 
+class HasElements(Protocol):
+    """A queue; the class of outfeeds is in a file that imports this one."""
+
+    def dequeue(self) -> Any:
+        """What waits in it."""
+        ...
+
+
 class Undelivered(list[Any]):
     """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
 
     is_one_value = True  # for nests: a session asks it, and does not look for fetches in it
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: HasElements) -> None:
         super().__init__()
         self._queue = queue
 

@@ -19,7 +19,7 @@ class Result:
     def __init__(self, out: Tree, plain: bool = False) -> None:
         self._out = out
         found = leaves(out)
-        # The original compiled to a list of tensors with operations behind; plain functions may mix,
+        # The original compiled to a list of tensors, then operations; plain functions may mix,
         # and in a dict each has its name.
         done = [_is_done(leaf) for leaf in found]
         if isinstance(out, list | tuple) and not plain and done != sorted(done):

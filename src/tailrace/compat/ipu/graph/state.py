@@ -223,6 +223,7 @@ def scope_of(scope: Scope) -> Iterator[Scope]:
 def run_if(predicate: TensorLike, action: Callable[[], Any]) -> None:
     """Call `action`, which changes variables, in those passes in which `predicate` holds."""
     scope = inside("a conditional update")
+    # The first look learns what is touched; whether the predicate holds makes no difference.
     if scope.looking:
         with scope.inner():
             action()
@@ -246,6 +247,7 @@ def run_if(predicate: TensorLike, action: Callable[[], Any]) -> None:
 
 
 def _is_keras(variable: VariableLike) -> bool:
+    # Not imported here: a program without Keras has no variables of it, and need not wait for it.
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(variable, keras.Variable)
 

@@ -67,6 +67,8 @@ class Optimizer:
     def __init_subclass__(cls, **options: Any) -> None:
         """Let `apply_gradients` of every optimizer take gradients that a session computes."""
         super().__init_subclass__(**options)
+        # Wrapped in each class that defines it: programs override `apply_gradients`, and may not
+        # call `super()`.
         if "apply_gradients" in vars(cls):
             cls.apply_gradients = _applied(vars(cls)["apply_gradients"])
 
@@ -134,6 +136,7 @@ class Optimizer:
                 return self.minimize(loss.value(feed), global_step, var_list, name, **kwargs)
 
             return Step(minimize, name or "minimize")
+        # TensorFlow 2 passes a function, TensorFlow 1 a value.
         loss = loss() if callable(loss) and not is_variable(loss) else loss
         pairs = self.compute_gradients(loss, var_list, **kwargs)
         self.apply_gradients(pairs, global_step, name)
@@ -161,7 +164,7 @@ class Optimizer:
 def _applied(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def apply_gradients(
-        self: Any, grads_and_vars: GradientsAndVariables, *args: Any, **kwargs: Any
+        self: Optimizer, grads_and_vars: GradientsAndVariables, *args: Any, **kwargs: Any
     ) -> Any:
         pairs = list(grads_and_vars)
         if describing() or any(isinstance(grad, Deferred) for grad, _ in pairs):
@@ -193,6 +196,7 @@ _applying: contextvars.ContextVar[bool] = contextvars.ContextVar("ipu_applying",
 def _described(loss: Deferred, var_list: Sequence[VariableLike] | None) -> list[tuple[Any, Any]]:
     """(gradient, variable), computed when a session runs; None: all trainable ones of the graph."""
     variables = _checked(trainable_variables() if var_list is None else var_list)
+    # One step, of which each gradient is a part: the loss is differentiated once in a run.
     whole = Step(lambda feed: gradients(loss.value(feed), variables), "gradients", changes=False)
     return [(whole[number], variable) for number, variable in enumerate(variables)]
 
@@ -224,7 +228,7 @@ class OptaxOptimizer(Optimizer):
 
     def __init__(
         self,
-        transformation: Any,
+        transformation: OptimizerLike,
         name: str | None = None,
         init: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -290,6 +294,7 @@ class KerasOptimizer(Optimizer):
         Raises:
             IPUTypeError: a variable is not Keras' own.
         """
+        # A variable that the loss does not depend on keeps its value; so does its state.
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
         # Keras' optimizers write through Keras' scope, which does not know our own variables.
         for _, var in pairs:
@@ -305,6 +310,7 @@ class KerasOptimizer(Optimizer):
     def build(self, variables: Sequence[Any]) -> None:
         """Let Keras make the optimizer's variables, which it cannot do inside of a program."""
         if not self.optimizer.built:
+            # An empty dict: `built` says whether it was done.
             prepared({}, None, lambda: self.optimizer.build(list(variables)))
 
     def variables(self) -> list[Any]:

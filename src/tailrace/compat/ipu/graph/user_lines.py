@@ -17,6 +17,7 @@ def user_line(error: BaseException) -> str:
     lines = [place for place in places if not _is_foreign(place[0])]
     if not lines:
         return ""
+    # The innermost line of the user: the one to change.
     name, number = _written(*lines[-1])
     return f", at {name}:{number}"
 

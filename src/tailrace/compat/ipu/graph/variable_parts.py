@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
@@ -18,6 +18,21 @@ from tailrace.data.array_like import Index, TensorLike
 
 WRITES = {"assign": "set", "assign_add": "add", "assign_sub": "subtract"}
 """What a part of a variable can be asked for, and what JAX calls it."""
+
+
+class IndexedSlices(Protocol):
+    """TensorFlow's rows of a tensor, with their numbers."""
+
+    @property
+    def indices(self) -> Any:
+        """The numbers."""
+        ...
+
+    @property
+    def values(self) -> Any:
+        """The rows."""
+        ...
+
 
 _parts: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], Any]] = {}
 """Arrays that live, by their ids: the array, the variable that it is a part of, and which part."""
@@ -85,7 +100,7 @@ def _scatter_nd(how: str) -> Callable[..., Any]:
 
 
 def _scatter(how: str) -> Callable[..., Any]:
-    def method(self: VariableLike, sparse_delta: Any, *_: Any, **__: Any) -> Any:
+    def method(self: VariableLike, sparse_delta: IndexedSlices, *_: Any, **__: Any) -> Any:
         """Change the rows that a `tf.IndexedSlices` names; returns the variable.
 
         Args:

@@ -119,6 +119,7 @@ class Variable:
 
     def get_shape(self) -> Any:
         """The same, as the original's class of shapes."""
+        # A tuple if `compat.tensorflow`, which has that class, is not imported.
         return later.get("shape", tuple)(self.shape)
 
     def load(self, value: TensorLike, session: object = None) -> None:
@@ -129,6 +130,7 @@ class Variable:
             session: without effect.
         """
         del session
+        # Past `assign`, which a graph only describes.
         self.settle(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
 
     @property
@@ -260,6 +262,7 @@ def _methods(name: str, both_ways: bool) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     _methods(_name, both_ways=True)
+# Without `==`: variables are keys of dicts, and compared by identity in lists.
 for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
     _methods(_name, both_ways=False)
 add_methods(Variable)
@@ -278,6 +281,7 @@ def _array(value: object, dtype: DTypeLike) -> jax.Array:
 
 
 def _dtype(value: object) -> Any:
+    # Python's numbers are 64 bits wide for numpy, and 32 here unless JAX has x64 enabled.
     return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype)
 
 

@@ -10,7 +10,7 @@ Rule: no behaviour of its own beyond arguments; what a model does is in `tailrac
 
 from __future__ import annotations
 
-import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
 from tailrace.compat.ipu.keras import layers as layers
 from tailrace.compat.ipu.keras import optimizers as optimizers
 from tailrace.compat.originals.missing import missing_from

@@ -80,8 +80,11 @@ def all_to_all(
             f"all_to_all cuts dimension {split_dimension}, of size {x.shape[split_dimension]}, into "
             f"{replication_factor} equal parts. Give a size that it divides."
         )
+    # By way of a gather: a sum over replicas is the one exchange that programs have
+    # (`replica_groups`).
     everything = Groups.of(replication_factor, "replication_factor").gather(x)
     size = x.shape[split_dimension] // replication_factor
+    # The gather has put a dimension of replicas in front.
     mine = lax.dynamic_slice_in_dim(
         everything, (replica() % replication_factor) * size, size, split_dimension + 1
     )

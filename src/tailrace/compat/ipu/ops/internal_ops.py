@@ -35,6 +35,7 @@ def print_tensor(input: TensorLike, name: str = "") -> Operation:
     2.0
     """
     scope = current()
+    # The first look has values that are never computed.
     if scope is None or not scope.looking:
         engine_print(as_array(input), title=name, print_gradient=False)
     return Operation("print_tensor")
@@ -70,6 +71,7 @@ def fifo(x: TensorLike, depth: int, offload: bool = False, name: str | None = No
 
     # By its place in the program, which is traced more than once: each call has a queue of its own.
     values, position = prepared(kept(), "fifo", make)
+    # A ring: the newest value replaces the oldest.
     here = position.value()
     out = values.value()[here]
     values.assign(values.value().at[here].set(x))

@@ -140,7 +140,8 @@ def pipeline(
     ([1.0, 1.0, 1.0, 1.0], 0.5)
     >>> ipu.config.reset_ipu_configuration()
     """
-    options = PipelineOptions(**{key: value for key, value in locals().items()})
+    # The first statement: `locals()` is the arguments, and nothing else.
+    options = PipelineOptions(**locals())
     options.check()
     return pipelines.add(options)
 

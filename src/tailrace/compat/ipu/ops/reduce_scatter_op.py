@@ -16,6 +16,7 @@ from tailrace.data.array_like import TensorLike
 from tailrace.program.in_program import replica
 
 _OPERATIONS = {
+    # With the dtype: JAX would add int8 in int32, and return that.
     "ADD": lambda x: jnp.sum(x, 0, dtype=x.dtype),
     "MUL": lambda x: jnp.prod(x, 0, dtype=x.dtype),
     "MIN": lambda x: jnp.min(x, 0),

@@ -77,6 +77,7 @@ class ALSOptimizer(IpuOptimizer):
             ("increase_factor", increase_factor),
             ("max_loss_scaling_factor", max_loss_scaling_factor),
         ):
+            # Scaling by a power of two changes only the exponent, so it rounds nothing.
             if value <= 0 or not math.log2(value).is_integer():
                 raise IPUValueError(f"{what} must be a power of two. Received: {value}.")
         if update_frequency <= 0:
@@ -192,6 +193,7 @@ class ALSOptimizer(IpuOptimizer):
         due = jnp.asarray(self.update_frequency == 1) | (
             (number > 0) & (number % self.update_frequency == 0)
         )
+        # Before they are unscaled: what overflows is the scaled gradient.
         found = self._mixed(self._counted(halves))
         if not self.accumulate_statistics_over_update_period:
             found = jnp.where(due, found, self.histogram)

@@ -101,6 +101,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         given = [(grad, var) for grad, var in pairs if grad is not None]
         counter, accumulators, _ = self._accumulators([var for _, var in given])
         number = counter.value()
+        # The engine's arithmetic, so that loops and pipelines accumulate alike.
         total = self._accumulation.add(
             [accumulator.value() for accumulator in accumulators],
             [grad for grad, _ in given],
@@ -124,6 +125,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         for accumulator in accumulators:
             # Each replica has its own between updates; when the loop ends, they are empty.
             accumulator.assign(mark(accumulator.value(), Tag("equal at the end")))
+        # Back at 0 when the loop ends, whose length is a multiple of the count.
         counter.assign((number + 1) % self._count)
         return Operation(name or self.get_name())
 
@@ -184,6 +186,7 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
     0.0
     """
 
+    # The original refuses to wrap the second version only.
     is_outermost = False
 
     def __init__(

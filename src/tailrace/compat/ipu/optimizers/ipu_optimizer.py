@@ -88,6 +88,7 @@ class IpuOptimizer(Optimizer):
         """The variables of the inner optimizer."""
         if isinstance(self._opt, Optimizer):
             return self._opt.variables()
+        # A program's own optimizer, which need not have any.
         return list(getattr(self._opt, "variables", ()))
 
     def get_slot_names(self) -> list[str]:

@@ -6,13 +6,11 @@ on one device instead (`stage_model.infer`), because their order would matter.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import tailrace as tr
 from tailrace.compat.ipu import config
@@ -22,13 +20,13 @@ from tailrace.compat.ipu.graph.state import Found, Scope, scope_of, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
 from tailrace.compat.ipu.pipelining.stage_model import (
+    infeed_of,
     need_outfeed,
     sent_of,
-    sum_dtype,
+    summed,
     through_stages,
 )
 from tailrace.data.trees import Tree
-from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.pipeline.running.forward_step import forward_pass
 from tailrace.pipeline.running.pipeline_executable import PipelinePlacement
@@ -42,10 +40,7 @@ class Inference:
     def __init__(self, options: PipelineOptions, ordinal: int) -> None:
         self.options = options
         replicas = config.replicas(options.shards, ordinal)
-        if options.infeed_queue is not None:
-            queue = options.infeed_queue.take_part(replicas)
-        else:  # the engine counts mini-batches by the elements they take
-            queue = InfeedQueue(itertools.repeat(np.zeros((), np.float32)))
+        queue = infeed_of(options, replicas)
         queue.bind_replicas(replicas)
         self._queue, self._replicas = queue, replicas
         self._inputs = [as_array(value) for value in options.inputs]
@@ -67,6 +62,7 @@ class Inference:
             options.infeed_queue.queue()  # it may have been deleted since
         given = [as_array(value) for value in inputs]
         values = [jnp.asarray(value_of(variable)) for variable in self._variables]
+        # On first use: the runner traces with the forms of these values.
         runner = self._runner_for((values, given))
         state = runner.begin((values, given), ())
         for queue in runner.traced.outfeeds:
@@ -79,6 +75,7 @@ class Inference:
             self._queue.rest()
             for queue in runner.traced.outfeeds:
                 queue.end()
+        # Random numbers go on from call to call.
         self._steps += options.repeat_count
         runner.traced.deliver(emitted)
         if options.outfeed_queue is not None and self._form is not None:
@@ -126,14 +123,9 @@ class Inference:
         options = self.options
         leaves = list(self._out.dequeue())
         if options.accumulate_outfeed:
-            leaves = [_summed(options, leaf) for leaf in leaves]
+            leaves = [summed(options, leaf) for leaf in leaves]
         found = jax.tree.unflatten(jax.tree.structure(self._form), leaves)
         if isinstance(self._form, dict):
             return {key: found[key] for key in self._form}
+        # Sums come in a list, also a single one, as the original sends them.
         return [found] if options.accumulate_outfeed and not isinstance(found, list) else found
-
-
-def _summed(options: PipelineOptions, values: Tree) -> Any:
-    dtype = sum_dtype(options, values)
-    grouped = values.reshape(-1, options.mini_batches, *values.shape[1:])
-    return grouped.astype(dtype).sum(axis=1, dtype=dtype)

@@ -68,6 +68,8 @@ class OptimizerFunctionOutput:
         self.apply_args = _checked(apply_gradients_args, tuple, "apply_gradients_args")
         self.apply_kwargs = _checked(apply_gradients_kwargs, dict, "apply_gradients_kwargs")
         self.variables, self.tape = variables, tape
+        # The original's classes of Keras optimizers have no `compute_gradients`, and so other
+        # arguments.
         self._check(is_keras_optimizer(opt))
         if gradient_capture_context is not None or captured_gradient_outfeed is not None:
             raise IPUValueError(
@@ -117,6 +119,7 @@ class OptimizerFunctionOutput:
         if self.tape is not None:
             wanted = self.tape.watched or None
         elif wanted is None:
+            # The first positional argument of `compute_gradients` after the loss is `var_list`.
             wanted = self.compute_kwargs.get("var_list", (*self.compute_args, None)[0])
         if wanted is None:
             wanted = [var for var in seen if getattr(var, "trainable", False)]

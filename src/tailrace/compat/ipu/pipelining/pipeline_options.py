@@ -211,6 +211,7 @@ class PipelineOptions:
                 f"gradient_accumulation_count must be >= 0 and fit into an int32. Received: {count}."
             )
         if self.training:
+            # Not for inference, where the original does not look at it.
             self.reduction_method = _Method.parse_reduction_method(self.reduction_method)
             if self.batch_serialization_iterations != 1 and self.reduction_method != _Method.SUM:
                 raise IPUValueError(
@@ -229,6 +230,7 @@ class PipelineOptions:
     def _check_schedule(self) -> None:
         serialised = self.batch_serialization_iterations > 1
         if self.pipeline_schedule is None:
+            # Batch serialization goes with Sequential only, so that is its default.
             self.pipeline_schedule = PipelineSchedule["Sequential" if serialised else "Grouped"]
         if not isinstance(self.pipeline_schedule, PipelineSchedule):
             raise IPUTypeError(
@@ -273,6 +275,7 @@ class PipelineOptions:
             )
         for stage, devices in zip(self.computational_stages, self.device_mapping, strict=True):
             self._check_group(stage, devices)
+        # As text: entries may be lists, which cannot be in a set.
         if serialised and len({str(entry) for entry in self.device_mapping}) > 1:
             raise IPUNotImplementedError(
                 "When using batch serialization, all the pipeline stages need to be mapped to a "

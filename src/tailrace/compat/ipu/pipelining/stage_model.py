@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.compat.ipu import loops
 from tailrace.compat.ipu.errors import IPUValueError
@@ -16,6 +18,7 @@ from tailrace.compat.ipu.ipu_infeed_queue import arguments_of
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
 
@@ -65,6 +68,7 @@ def _origins(out: Tree, values: list[Any], sources: list[int | None]) -> list[in
     for value in out if isinstance(out, list | tuple) else [out]:
         if value is None or isinstance(value, Operation):
             continue
+        # By identity: a stage passes an input on if it returns the very same value.
         place = next((n for n, given in enumerate(values) if given is value), None)
         found.append(None if place is None else sources[place])
     return found
@@ -121,6 +125,21 @@ def sum_dtype(options: PipelineOptions, value: TensorLike) -> Any:
         return jnp.dtype(wanted(value))
 
 
+def summed(options: PipelineOptions, values: TensorLike) -> Any:
+    """Values of mini-batches, [executions * mini-batches, ...], added up for each execution."""
+    dtype = sum_dtype(options, values)
+    grouped = values.reshape(-1, options.mini_batches, *values.shape[1:])
+    return grouped.astype(dtype).sum(axis=1, dtype=dtype)
+
+
+def infeed_of(options: PipelineOptions, replicas: int) -> InfeedQueue:
+    """The engine's infeed of a pipeline, also of one without data."""
+    if options.infeed_queue is not None:
+        return options.infeed_queue.take_part(replicas)
+    # The engine counts mini-batches by the elements they take.
+    return InfeedQueue(itertools.repeat(np.zeros((), np.float32)))
+
+
 # -- inference ------------------------------------------------------------------------------------
 
 
@@ -151,12 +170,14 @@ def infer(options: PipelineOptions) -> None:
             return
         assert queue is not None
         args, kwargs = ((), {}) if element is None else arguments_of(element)
+        # The sums need a shape before the loop begins.
         form = jax.eval_shape(model, element_of(args, kwargs))
         leaves, structure = jax.tree.flatten(form)
         zeros = [jnp.zeros(leaf.shape, sum_dtype(options, leaf)) for leaf in leaves]
 
         def adding(*args: Any, **kwargs: Any) -> Any:
             out = jax.tree.leaves(model(element_of(args[len(zeros) :], kwargs)))
+            # Not strict: after the sums, `args` has the element.
             return [acc + value.astype(acc.dtype) for acc, value in zip(args, out, strict=False)]
 
         total = loops.repeat(options.mini_batches, adding, zeros, options.infeed_queue)

@@ -1,12 +1,11 @@
 """A training pipeline: which variables are what, and the trainer that runs it.
 
-The variables that the optimizer trains are the trainer's parameters; those that stages touch besides
+The variables that the optimizer trains are the trainer's parameters; others that stages touch
 are model state; those that only the optimizer touches are the optimizer's state.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,14 +38,14 @@ from tailrace.compat.ipu.optimizers import (
 from tailrace.compat.ipu.pipelining.optimizer_output import OptimizerFunctionOutput
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
 from tailrace.compat.ipu.pipelining.stage_model import (
+    infeed_of,
     need_outfeed,
     sent_of,
-    sum_dtype,
+    summed,
     through_stages,
 )
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
-from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.trainer.engine import Engine
 
@@ -58,10 +57,7 @@ class Training:
         self.options = options
         self.replicas = config.replicas(options.shards, ordinal)
         self._private = OutfeedQueue() if options.accumulate_outfeed else None
-        if options.infeed_queue is not None:
-            self._queue = options.infeed_queue.take_part(self.replicas)
-        else:  # the engine counts mini-batches by the elements they take
-            self._queue = InfeedQueue(itertools.repeat(np.zeros((), np.float32)))
+        self._queue = infeed_of(options, self.replicas)
         element = self._queue.spec().tree()
         inputs = [as_array(value) for value in options.inputs]
         # An input that reaches the optimizer, such as a rate, is a variable of the optimizer's.
@@ -102,6 +98,7 @@ class Training:
         arrays = [as_array(value) for value in inputs]
         engine.set_inputs(arrays)
         for variable, value in zip(self._given, arrays, strict=True):
+            # Only if it differs: a new array would be copied to the devices in every call.
             if not np.array_equal(value_of(variable), value):
                 variable.settle(value)
         variables = [*self.trained, *self.slots, *self.buffers]
@@ -116,9 +113,12 @@ class Training:
         feed = engine.use(self._queue)
         try:
             with engine.delivering():
+                # Nothing is staged for a next call, which may never come.
                 engine.collect(engine.dispatch(options.repeat_count, following=0))
         finally:
+            # No thread between calls, which may be far apart.
             feed.rest()
+        # Copies: the next dispatch overwrites the engine's own arrays.
         for variable, value in zip(
             variables, jax.tree.leaves(engine.copied(engine.state)), strict=True
         ):
@@ -183,6 +183,8 @@ class Training:
             sent = sent_of(options, out, output.loss)
             if sent is not None and options.outfeed_queue is not None:
                 if self._private is not None:
+                    # To a queue of our own, which `_deliver_sums` empties: the user's gets only the
+                    # sums.
                     self._private.enqueue(sent)
                 else:
                     options.outfeed_queue.enqueue(sent)
@@ -237,6 +239,8 @@ class Training:
         self._opt.apply_gradients(pairs, *output.apply_args, **output.apply_kwargs)
 
     def _check_roles(self, ours: set[int]) -> None:
+        # Stages run for each mini-batch, the optimizer once a step: a variable that both change
+        # would have no single value.
         stage, optimizer = self._stage_found, self._apply_found
         for key in stage.written:
             if key in ours or key in optimizer.variables:
@@ -258,13 +262,8 @@ class Training:
         assert self._private is not None
         assert options.outfeed_queue is not None
         found = self._private.dequeue()
-
-        def total(values: Tree) -> Any:
-            dtype = sum_dtype(options, values)
-            grouped = values.reshape(-1, options.mini_batches, *values.shape[1:])
-            return grouped.astype(dtype).sum(axis=1, dtype=dtype)
-
-        options.outfeed_queue.deliver(jax.tree.map(total, found))
+        sums = jax.tree.map(lambda values: summed(options, values), found)
+        options.outfeed_queue.deliver(sums)
 
 
 def _check_optimizer(opt: OptimizerLike) -> None:
@@ -277,6 +276,7 @@ def _check_optimizer(opt: OptimizerLike) -> None:
                 f"{opt.get_name()} is used in a pipeline, which accumulates gradients itself. Give "
                 f"the optimizer inside of it, and gradient_accumulation_count to the pipeline."
             )
+        # By identity of the method: a subclass that overrides it would never be called.
         known = (IpuOptimizer.compute_gradients, MapGradientOptimizer.compute_gradients)
         if type(opt).compute_gradients not in known:
             raise IPUValueError(_OWN_GRADIENTS.format(name=type(opt).__name__))
@@ -325,5 +325,6 @@ def mapped(value: object, functions: Sequence[Callable[[Any, Any], Any]]) -> Any
             grad = function(grad, value)
         return (grad,)
 
+    # The value itself is what the mapping gets beside the gradient.
     same.defvjp(lambda value: (value, value), backward)
     return same(value)

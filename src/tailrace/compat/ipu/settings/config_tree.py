@@ -62,6 +62,7 @@ class Category:
         object.__setattr__(self, "_children", children)
 
     def __getattr__(self, key: str) -> Any:
+        # `copy`, `pickle` and notebooks look for such methods, and expect an AttributeError.
         if key.startswith("__"):
             raise AttributeError(key)
         children = self._children
@@ -116,6 +117,7 @@ def restored(option: Option, value: object) -> Any:
     if isinstance(value, list) and list not in option.types and tuple in option.types:
         return tuple(value)
     for kind in option.types:
+        # Not a bool: `True` is a value of its own for `floating_point_behaviour.esr`, not member 1.
         if issubclass(kind, enum.Enum) and not isinstance(value, bool | enum.Enum):
             return kind(value)
     return value

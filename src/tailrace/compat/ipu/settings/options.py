@@ -11,6 +11,7 @@ from tailrace.compat.ipu.settings.choices import (
 )
 from tailrace.compat.ipu.settings.config_tree import Option
 
+# One number, or one for each logical device.
 _COUNTS = (int, list, tuple)
 
 
@@ -60,13 +61,13 @@ OPTIONS: dict[str, Any] = {
     "device_connection": {
         "version": Option((str,), "", "The version of the hardware to compile for."),
         "type": Option(
-            (DeviceConnectionType,), DeviceConnectionType.ALWAYS, "When devices are taken hold of."
+            (DeviceConnectionType,), DeviceConnectionType.ALWAYS, "When devices are attached."
         ),
         "enable_remote_buffers": _flag("Whether remote memory may be used."),
     },
     "experimental": {
         "always_rearrange_copies_on_the_host": _flag("Where data was rearranged."),
-        "enable_remote_buffer_embedding": _flag("Whether embeddings lay in remote memory."),
+        "enable_remote_buffer_embedding": _flag("Whether embeddings were in remote memory."),
         "enable_prng_stability": _flag("Whether replicas drew equal random numbers."),
         "multi_replica_distribution": {
             "process_count": _number("How many processes share the replicas."),

@@ -66,4 +66,5 @@ def check_enough(needed: int, size: int | None, restarts: bool) -> None:
 
 
 def _nearest_divisor(of: int, to: int) -> int:
+    # Of two divisors that are equally near, the larger: fewer dispatches.
     return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), -d))

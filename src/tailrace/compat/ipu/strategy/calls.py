@@ -74,6 +74,7 @@ def _is_whole(value: object) -> bool:
 def own_array(value: object) -> Any:
     """An array of another library as one of numpy; anything else as it is."""
     is_foreign = type(value).__module__.split(".")[0] in ("tensorflow", "torch")
+    # Not a variable, which converts to an array too: it is state, not data.
     if is_foreign and hasattr(value, "__array__") and not hasattr(value, "assign"):
         return np.asarray(value)
     return value

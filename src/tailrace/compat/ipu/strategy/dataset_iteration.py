@@ -29,6 +29,7 @@ def datasets_are_infeeds(make: Callable[[Any], Any]) -> contextlib.AbstractConte
 
 def hook_datasets() -> None:
     """Hook the classes of datasets of the libraries that are loaded now."""
+    # Each time a scope opens: a library may have been imported since.
     for kind in _kinds():
         if kind not in _hooked:
             _hooked.add(kind)
@@ -50,7 +51,7 @@ def _kinds() -> list[Any]:
     return kinds
 
 
-def _hook(kind: Any) -> None:
+def _hook(kind: type[Any]) -> None:
     plain = kind.__iter__
 
     def iterate(dataset: DatasetLike) -> Any:

@@ -42,6 +42,7 @@ def keras_optimizer_in(optimizer: OptimizerLike, seen: frozenset[int] = frozense
     for value in vars(optimizer).values():
         if isinstance(value, keras.optimizers.Optimizer):
             return value
+        # `seen`: optimizers may refer to each other.
         if isinstance(value, Optimizer) and id(value) not in seen:
             found = keras_optimizer_in(value, seen | {id(optimizer)})
             if found is not None:
@@ -105,6 +106,7 @@ class InKeras(Wrapper):
             after = self.each(list(given), [], variables)
             found.append(all(one is other for one, other in zip(given, after, strict=True)))
 
+        # As a trace: sending needs a program, and nothing may be sent yet.
         discover(look, grads)
         return found[-1]
 
@@ -143,6 +145,7 @@ class InKeras(Wrapper):
     def apply_gradients(self, grads_and_vars: GradientsAndVariables, **_: Any) -> None:
         """What the program wrote, which leaves the rest to the optimizer inside."""
         pairs = list(grads_and_vars)
+        # What the program wrote may call `get_gradients` there too, and ask for TensorFlow's names.
         with _given([grad for grad, _ in pairs], [variable for _, variable in pairs]):
             self._written.apply_gradients(pairs)
 
@@ -171,12 +174,13 @@ def _hook_keras() -> None:
         given = computed.get()
         if given is None:
             raise IPURuntimeError(
-                f"{type(optimizer).__name__}.get_gradients is there while `fit` applies gradients. "
+                f"{type(optimizer).__name__}.get_gradients is available while `fit` applies gradients. "
                 f"Elsewhere, use tf.GradientTape."
             )
         return [given.of(variable) for variable in params]
 
     keras.optimizers.Optimizer.get_gradients = get_gradients  # type: ignore[attr-defined]
+    # Hooked where `name` is defined, a base class, so that variables of all subclasses are reached.
     owner: Any = next(kind for kind in keras.Variable.__mro__ if "name" in vars(kind))
     plain = vars(owner)["name"].fget
     owner.name = property(

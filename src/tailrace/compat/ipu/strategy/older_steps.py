@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,6 +20,9 @@ from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.messages import note_once
 
+if TYPE_CHECKING:
+    import keras
+
 _KINDS = {
     "train_step": ("trainable", "non_trainable", "optimizer", "metrics"),
     "test_step": ("trainable", "non_trainable", "metrics"),
@@ -28,7 +31,7 @@ _KINDS = {
 """Whose values a step gets, in Keras' order."""
 
 
-def adapt(model: Any) -> None:
+def adapt(model: keras.Model) -> None:
     """Let steps of a model that take data alone take the state as well."""
     for name in _KINDS:
         step = getattr(type(model), name)
@@ -51,7 +54,9 @@ def takes_data_alone(step: Callable[..., Any]) -> bool:
     }
 
 
-def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: TensorLike) -> Any:
+def _step(
+    model: keras.Model, name: str, step: Callable[..., Any], state: Tree, data: TensorLike
+) -> Any:
     groups = [_variables(model, kind) for kind in _KINDS[name]]
     variables = [variable for group in groups for variable in group]
     known = {id(variable): variable for variable in variables}
@@ -72,10 +77,11 @@ def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: Te
     out, values = jax.tree.unflatten(jax.tree.structure(form), found)
     rest = iter(values)
     after = tuple([next(rest) for _ in group] for group in groups)
+    # Keras takes back only the non-trainable variables from `predict_step`.
     return out, after[1] if name == "predict_step" else after
 
 
-def _variables(model: Any, kind: str) -> list[Any]:
+def _variables(model: keras.Model, kind: str) -> list[Any]:
     if kind == "optimizer":
         return list(model.optimizer.variables)
     return list(getattr(model, f"{kind}_variables"))

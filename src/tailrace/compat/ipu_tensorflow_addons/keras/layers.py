@@ -11,8 +11,8 @@ from typing import Any
 import keras
 
 import tailrace as tr
-import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
-from tailrace.compat.arguments import SeedLike
+import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
+from tailrace.compat.arguments import InitializerLike, SeedLike
 from tailrace.compat.originals.missing import missing_from
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
@@ -35,6 +35,7 @@ _CHIP = (
 def _without_chip(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments that Keras knows; the others are about the chip and noted."""
     for option in _CHIP:
+        # Removed in any case: Keras refuses arguments that it does not know.
         if kwargs.pop(option, None) is not None:
             note_once(f"{name}({option}=...) is about the original chip and changes nothing here.")
     return kwargs
@@ -147,6 +148,7 @@ def _in_order(layer: Any, sequences: TensorLike, run: Callable[..., Any]) -> Any
         return run(sequences)
     # Keras has dropped `time_major`; the states have no axis of time.
     found = run(keras.ops.swapaxes(sequences, 0, 1))
+    # Without an axis of time, there is nothing to swap back.
     if not layer.return_sequences:
         return found
     outputs, *states = found if isinstance(found, list | tuple) else [found]
@@ -220,8 +222,8 @@ class GroupNormalization(keras.layers.GroupNormalization):
         center: bool = True,
         scale: bool = True,
         epsilon: float = 1e-3,
-        beta_initializer: Any = None,
-        gamma_initializer: Any = None,
+        beta_initializer: InitializerLike = None,
+        gamma_initializer: InitializerLike = None,
         strided_channel_grouping: bool = True,
         trainable: bool = True,
         name: str | None = None,
@@ -261,6 +263,7 @@ class InstanceNormalization(GroupNormalization):
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.pop("groups", None)
+        # Keras' -1: as many groups as channels.
         super().__init__(groups=-1, strided_channel_grouping=False, **kwargs)
 
 

@@ -22,6 +22,8 @@ class OptionsDict:
         object.__setattr__(self, "_frozen", False)
 
     def __getattr__(self, name: str) -> Any:
+        # Not `self._values`: while an object is copied it has none, and asking would lead here
+        # again.
         values = self.__dict__.get("_values", {})
         if name.startswith("__") or name not in values:
             raise AttributeError(f"Invalid attribute {name}: options are {sorted(values)}")
@@ -65,6 +67,7 @@ class OptionsDict:
             frozen: False allows them again.
         """
         object.__setattr__(self, "_frozen", frozen)
+        # Groups are attributes, not values, so they are frozen here.
         for value in self.__dict__.values():
             if isinstance(value, OptionsDict):
                 value.freeze(frozen)
@@ -78,6 +81,7 @@ class OptionsDict:
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Not by `__init__`, which reads defaults from the environment.
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():

@@ -26,6 +26,7 @@ class TensorLocationSettings(OptionsDict):
 
     def _put(self, **values: Any) -> TensorLocationSettings:
         self._check_not_frozen()
+        # Past `set`: the settings are empty at first, so there are no types to compare with.
         self._values["settings"].update(values)
         return self
 
@@ -122,6 +123,7 @@ class TensorLocationOptions(OptionsDict):
             raise UsageError(
                 f"A location is a poptorch.TensorLocationSettings. Received: {type(location).__name__}"
             )
+        # A copy: the object may be changed and used for another kind of tensor.
         self.set(**{f"location_{kind}": dict(location.settings)})
         return self
 

@@ -48,6 +48,7 @@ _MADE = {
 }
 """What a file may make: plain descriptions."""
 
+# Public methods that change no single option: a file must not load further files, or unfreeze.
 _NOT_SETTERS = frozenset(
     {"clone", "defaultOutputMode", "freeze", "from_json", "loadFromFile", "native", "set", "toDict"}
 )
@@ -92,6 +93,7 @@ def read_line(options: OptionsDict, line: str, number: int, source: object) -> N
     """Call the setter that a line names."""
     where = f"line {number} of {source}"
     try:
+        # An expression: a statement, such as an import, does not even parse.
         tree = ast.parse(line, mode="eval").body
     except SyntaxError as error:
         raise ConfigFileError(f"SyntaxError at {where}: {error.msg}\n> options.{line}") from None
@@ -124,6 +126,8 @@ def _setter(options: OptionsDict, path: str) -> Any:
     *parts, name = path.split(".")
     target = options
     for part in parts:
+        # Only attributes of the object itself: `getattr` would also walk through `__class__` and
+        # further.
         target = vars(target).get(part)
         if target is None:
             raise _Unreadable(path)
@@ -149,6 +153,7 @@ def _set(options: OptionsDict, call: ast.Call) -> Any:
 
 
 def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+    # `**options`: an expression that only executing it could resolve.
     if any(keyword.arg is None for keyword in call.keywords):
         raise _Unreadable(ast.unparse(call))
     named = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
@@ -180,6 +185,7 @@ def _member(path: str) -> Any:
             found = getattr(enums, kind, None)
             if isinstance(found, enum.EnumMeta) and name in found.__members__:
                 return found[name]
+        # By name: nothing else of PyTorch can be reached from a file.
         case ["torch", "float" | "float16" | "float32" | "half" as name]:
             import torch
 
@@ -193,6 +199,7 @@ def _made(call: ast.Call) -> Any:
     if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Call):
         made = _made(inner.value)
         method = getattr(type(made), inner.attr, None)
+        # As for setters: only plain methods of the class.
         if inner.attr.startswith("_") or not inspect.isfunction(method):
             raise _Unreadable(ast.unparse(call))
         return method(made, *args, **kwargs)

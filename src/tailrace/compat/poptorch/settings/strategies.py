@@ -42,6 +42,10 @@ class Stage:
         return self
 
 
+StageLike = Stage | str | Iterable[str]
+"""A stage, the name of its only block, or the names of its blocks."""
+
+
 class Phase:
     """Stages that run at the same time, in a phased execution.
 
@@ -58,7 +62,7 @@ class Phase:
     1
     """
 
-    def __init__(self, *arg: Any) -> None:
+    def __init__(self, *arg: StageLike) -> None:
         self.stages = [_stage(one) for one in arg]
 
     def ipus(self, *ipus: int) -> None:
@@ -163,6 +167,7 @@ class _Phased(_Strategy):
             raise UsageError("At least one phase is required")
         self.phases = [one if isinstance(one, Phase) else _phase(one) for one in phases]
         noted(f"{type(self).__name__} keeps tensors off the chip between phases, which")
+        # Stages of one phase ran side by side; one after the other the results are the same.
         super().__init__(*(stage for phase in self.phases for stage in phase.stages))
 
     def phase(self, index: int) -> Phase:
@@ -235,15 +240,13 @@ class SerialPhasedExecution(_Phased):
         return self
 
 
-def _stage(value: Stage | str | Iterable[str]) -> Stage:
+def _stage(value: StageLike) -> Stage:
     if isinstance(value, Stage):
         return value
     return Stage(value) if isinstance(value, str) else Stage(*value)
 
 
-def _phase(value: Any) -> Phase:
+def _phase(value: Stage | str | Iterable[StageLike]) -> Phase:
     if isinstance(value, str | Stage):
         return Phase(value)
-    return (
-        Phase(*value) if any(not isinstance(v, str) for v in value) else Phase(*map(Stage, value))
-    )
+    return Phase(*value)

@@ -99,6 +99,7 @@ def is_user_code(function: Callable[..., Any]) -> bool:
     code = getattr(plain, "__code__", None)
     if code is None or hasattr(plain, _PLAIN):
         return False
+    # `<stdin>` and `<string>`: there is no source to read.
     path = code.co_filename
     return not (
         is_library(path)
@@ -136,6 +137,8 @@ def _malt() -> Any:
             context = converter.ProgramContext(options=options)
             method = inspect.ismethod(function)
             found: Any = self.transform(function.__func__ if method else function, context)
+            # The library's map of lines: errors then name the user's line, not that of generated
+            # code.
             for place, origin in found[2].items():
                 if place.filename != origin.loc.filename:
                     WRITTEN[tuple(place)] = (origin.loc.filename, origin.loc.lineno)
@@ -183,7 +186,7 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
             return
         for item in iter_:
             body(item)
-            if extra_test is not None and not _plain_bool(extra_test()):
+            if extra_test is not None and not extra_test():
                 break
 
     def while_stmt(
@@ -233,15 +236,11 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
         "while_stmt": while_stmt,
         "if_stmt": if_stmt,
         "if_exp": if_exp,
-        "and_": _both(jnp.logical_and, lambda value: bool(value)),
+        "and_": _both(jnp.logical_and, bool),
         "or_": _both(jnp.logical_or, lambda value: not value),
         "not_": lambda value: jnp.logical_not(value) if is_device_value(value) else not value,
         "converted_call": converted_call,
     }
-
-
-def _plain_bool(value: TensorLike) -> bool:
-    return bool(value)
 
 
 def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Callable[..., Any]:
@@ -282,8 +281,10 @@ def converted_call(
         return malt.converted_call(f, args, kwargs, *_, **__)
     if isinstance(f, type | types.BuiltinFunctionType) and f in _BUILTINS and not kwargs:
         return _BUILTINS[f](*args) if any(map(is_device_value, args)) else f(*args)
+    # Taken apart, so that the function inside is rewritten too.
     if isinstance(f, functools.partial):
         return converted_call(f.func, (*f.args, *args), {**f.keywords, **kwargs})
+    # AutoGraph has no generators: they stay as they are.
     if (inspect.isfunction(f) or inspect.ismethod(f)) and not inspect.isgeneratorfunction(f):
         return _once(f)(*args, **kwargs)
     return f(*args, **kwargs)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from tailrace.compat.ipu.graph.gradients import evaluate
@@ -18,9 +17,9 @@ from tailrace.compat.tensorflow.control.symbols import (
     boolean,
     same_form,
     split,
+    zeros_of,
 )
 from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 def branch(
@@ -54,7 +53,7 @@ def either(
     given = [scope.read(variable) for variable in carried]
     ways = [_Way(one, scope, carried, given) for one in (body, orelse)]
     outs = [_with_returns(ways[i].out, ways[1 - i].out, names) for i in (0, 1)]
-    # A name with a value in one branch only has none behind it, as in the original.
+    # A name with a value in one branch only has none after it, as in the original.
     both = [a is not MISSING and b is not MISSING for a, b in zip(*outs, strict=True)]
     first, second = (
         split([v if some else MISSING for v, some in zip(out, both, strict=True)]) for out in outs
@@ -121,12 +120,8 @@ class _Way:
                 array
                 for part, form, gone, some in zip(parts, forms, missing, both, strict=True)
                 if some
-                for array in (map(_zeros, form) if gone else part)
+                for array in (map(zeros_of, form) if gone else part)
             ]
             return arrays, written
 
         return run
-
-
-def _zeros(form: Tree) -> Any:
-    return jnp.zeros(form.shape, form.dtype)

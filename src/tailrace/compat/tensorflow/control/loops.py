@@ -17,6 +17,7 @@ from tailrace.compat.tensorflow.control.symbols import (
     boolean,
     same_form,
     split,
+    zeros_of,
 )
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
@@ -98,7 +99,7 @@ def while_loop(test: Callable[[], Any], body: Callable[[], None], symbols: Symbo
 
 
 class _Loop:
-    """The names that a loop changes, from before it through its passes to behind it.
+    """The names that a loop changes, before, in and after its passes.
 
     A name that has no value before the loop gets one in its body; what form that has is known from the
     trace in which the program is looked through, and the loop begins with zeros of that form.
@@ -111,7 +112,7 @@ class _Loop:
         values = symbols.values()
         for number, value in enumerate(values):
             if value is MISSING and number in self._forms:
-                values[number] = jax.tree.map(_zeros, self._forms[number])
+                values[number] = jax.tree.map(zeros_of, self._forms[number])
         self._before = split(values)
         self._after: Split | None = None
 
@@ -144,15 +145,10 @@ class _Loop:
         return found.arrays
 
     def finish(self, arrays: Tree) -> None:
-        """The values behind the loop."""
+        """The values after the loop."""
         values = self._before.joined(arrays)
         for number, value in enumerate(values):
             if value is MISSING and number in self._forms:
-                values[number] = jax.tree.map(
-                    _zeros, self._forms[number]
-                )  # of a trace that is dropped
+                # Of a trace that is dropped.
+                values[number] = jax.tree.map(zeros_of, self._forms[number])
         self._symbols.put(values, self._undefined)
-
-
-def _zeros(form: Tree) -> Any:
-    return jnp.zeros(form.shape, form.dtype)

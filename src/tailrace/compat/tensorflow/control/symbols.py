@@ -52,7 +52,7 @@ class Symbols:
         return self.is_missing(value) or (isinstance(value, TensorArray) and not value.is_written)
 
     def put(self, values: Sequence[Any], undefined: Sequence[Any]) -> None:
-        """Write values; where one is MISSING, what stood for none before."""
+        """Write values; where one is MISSING, the placeholder that the name had before."""
         self.write(tuple(u if v is MISSING else v for v, u in zip(values, undefined, strict=True)))
 
 
@@ -103,6 +103,7 @@ def is_carried(value: TensorLike) -> bool:
     # A variable has its value in the scope, which loops carry by themselves.
     if is_variable(value):
         return False
+    # Python's numbers too: a loop may change them, and what it changes is the device's.
     return isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)
 
 
@@ -141,6 +142,11 @@ def _form(found: Split) -> str:
         else:
             shown.append(repr(each[0]) if each[0] is MISSING else type(each[0]).__name__)
     return f"({', '.join(shown)})"
+
+
+def zeros_of(form: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of a shape and dtype."""
+    return jnp.zeros(form.shape, form.dtype)
 
 
 def is_device_value(value: TensorLike) -> bool:

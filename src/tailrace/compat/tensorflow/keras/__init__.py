@@ -15,7 +15,7 @@ from typing import Any
 
 import keras as _keras
 
-import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
 from tailrace.compat.originals.missing import UnknownName
 from tailrace.compat.tensorflow.keras import older as _older
 

@@ -74,6 +74,7 @@ def flatten(x: TensorLike) -> Any:
 
 def batch_flatten(x: TensorLike) -> Any:
     """The elements of each row along one axis."""
+    # The batch of a symbolic tensor has no length.
     return OPERATIONS["reshape"](x, [x.shape[0] or -1, int(np.prod(x.shape[1:]))])
 
 

@@ -83,6 +83,7 @@ def _in_scope(layer: keras.layers.Layer, call: Callable[[], Any]) -> Any:
         call()  # builds layers inside, and shows the forms of names that a loop gives a value
     # Traced a second time with what the first has shown: names that loops give a value have forms now.
     found.keep.begin()
+    # A forward pass may change statistics; weights are the optimizer's.
     changing = list(layer.non_trainable_variables)
     found.written = {id(variable): variable for variable in changing}
     before = {id(variable): variable.value for variable in layer.variables}
@@ -90,6 +91,7 @@ def _in_scope(layer: keras.layers.Layer, call: Callable[[], Any]) -> Any:
     with keras_scope(), scope_of(scope):
         out = call()
     for variable in changing:
+        # Only those: Keras would count any assignment as an update.
         if scope.values[id(variable)] is not before[id(variable)]:
             variable.assign(scope.values[id(variable)])
     return out

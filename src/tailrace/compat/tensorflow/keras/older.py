@@ -27,6 +27,7 @@ def _module(path: str, *names: Any, **others: Any) -> Namespace:
 
 
 _optimizers = keras.optimizers
+# Classes that moved: programs derive from them by these paths.
 _engine = {
     "base_layer": _module("engine.base_layer", keras.layers.Layer),
     "functional": _module("engine.functional", Functional=keras.Model),
@@ -67,6 +68,7 @@ MODULES: dict[str, Any] = {
 @functools.cache
 def accept() -> None:
     """Let Keras take the arguments it has dropped; once."""
+    # Once for the process (`functools.cache`): hooks would otherwise be stacked.
     hook(keras.layers.InputLayer, "__init__", _input)
     hook(keras.optimizers.Optimizer, "__init__", _optimizer)
     hook(keras.optimizers.Optimizer, "apply_gradients", _apply)
@@ -100,9 +102,11 @@ def _optimizer(
     if "lr" in kwargs:
         _note("lr=", "learning_rate=")
         kwargs["learning_rate"] = kwargs.pop("lr")
+        # A rate before it is a subclass's default, which `lr` replaces.
         args = args[1:]
     if "decay" in kwargs:
         decay = kwargs.pop("decay")
+        # 0, Keras' default once, means none.
         if decay:
             _note(
                 "decay=", "a schedule: keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)"

@@ -14,6 +14,7 @@ from tailrace.compat.nests import leaves, map_leaves
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import TensorLike
 from tailrace.messages import note_once
 
 VALUES = [
@@ -57,10 +58,11 @@ def _check(path: str, *others: str, about_form: bool = False, returns: bool = Fa
                 f"tf.{path} does not check values of the device: programs do not stop for one, as "
                 f"with XLA. Check what the program returns, or observe it."
             )
+        # `check_numerics` is an identity: programs go on with what it returns.
         return next(iter((*args, *kwargs.values()))) if returns else None
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: TensorLike) -> Any:
     if is_device_value(leaf):  # its form is what is checked
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return np.asarray(leaf) if type(leaf).__module__.startswith("jax") else leaf

@@ -16,7 +16,7 @@ from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.arrays import TensorArray
 from tailrace.compat.tensorflow.control.branches import either
 from tailrace.compat.tensorflow.control.loops import Range
-from tailrace.compat.tensorflow.control.symbols import is_device_value
+from tailrace.compat.tensorflow.control.symbols import is_device_value, zeros_of
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.table import only, operation
 from tailrace.data.array_like import DTypeLike, TensorLike
@@ -60,10 +60,13 @@ def cond(pred: TensorLike, true_fn: Callable[[], Any], false_fn: Callable[[], An
 
 @operation("switch_case")
 def switch_case(
-    branch_index: TensorLike, branch_fns: Any, default: Callable[[], Any] | None = None
+    branch_index: TensorLike,
+    branch_fns: dict[int, Callable[[], Any]] | Sequence[Any],
+    default: Callable[[], Any] | None = None,
 ) -> Any:
     """What the function with a number returns; with no such function, the last one or `default`."""
     pairs = branch_fns.items() if isinstance(branch_fns, dict) else branch_fns
+    # A dict or pairs by number, or a plain list of functions.
     if not isinstance(branch_fns, dict) and not isinstance(branch_fns[0], list | tuple):
         pairs = enumerate(branch_fns)
     functions = dict(pairs)
@@ -73,7 +76,9 @@ def switch_case(
 
 @operation("case")
 def case(
-    pred_fn_pairs: Any, default: Callable[[], Any] | None = None, exclusive: bool = False
+    pred_fn_pairs: dict[Any, Callable[[], Any]] | Sequence[tuple[Any, Callable[[], Any]]],
+    default: Callable[[], Any] | None = None,
+    exclusive: bool = False,
 ) -> Any:
     """What the function of the first condition that holds returns."""
     del exclusive
@@ -102,9 +107,7 @@ def while_loop(
         with scope.inner():
             forms = jax.eval_shape(lambda given: body(*given), list(loop_vars))
         loop_vars = [
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
-            if _is_unwritten(value)
-            else value
+            jax.tree.map(zeros_of, form) if _is_unwritten(value) else value
             for value, form in zip(loop_vars, forms, strict=True)
         ]
     values, structure = jax.tree.flatten(loop_vars)
@@ -112,6 +115,7 @@ def while_loop(
     def as_vars(arrays: Tree) -> Any:
         return jax.tree.unflatten(structure, arrays)
 
+    # Outside of programs Python runs the loop: values are known, and may change their shape.
     if scope is None:
         found = loop_vars
         passes = 0
@@ -155,6 +159,7 @@ def scan(
         return jax.lax.scan(
             lambda a, x: (fn(a, x),) * 2, jax.tree.map(jnp.asarray, initializer), elems
         )[1]
+    # Without an initial value TensorFlow takes the first row, which is also the first result.
     first = jax.tree.map(lambda each: each[0], elems)
     rest = jax.tree.map(lambda each: each[1:], elems)
     after = jax.lax.scan(lambda a, x: (fn(a, x),) * 2, first, rest)[1]

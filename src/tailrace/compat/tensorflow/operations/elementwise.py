@@ -28,6 +28,7 @@ UNARY: dict[str, Any] = {
     "conj": ops.conjugate,
     "cos": ops.cos,
     "cosh": ops.cosh,
+    # JAX's where Keras has none: those do not take Keras' symbolic tensors.
     "digamma": jax.scipy.special.digamma,
     "erf": ops.erf,
     "erfc": ops.erfc,
@@ -139,7 +140,7 @@ AT_TOP = frozenset(
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(x: TensorLike) -> Any:
         """Element by element, as in TensorFlow."""
-        return function(x if isinstance(x, keras.KerasTensor) else tensor(x))
+        return function(tensor(x))
 
     return computed
 
@@ -176,6 +177,7 @@ def div(x: TensorLike, y: TensorLike) -> Any:
 def truncatediv(x: TensorLike, y: TensorLike) -> Any:
     """x / y, rounded towards zero."""
     dtype = jnp.result_type(x, y)
+    # `lax.div` rounds towards zero, where `jnp.floor_divide` rounds down.
     return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 

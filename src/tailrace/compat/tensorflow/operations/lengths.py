@@ -91,7 +91,7 @@ def lengths_of(tensor: TensorLike, found: int | tuple[Any, ...], dtype: DTypeLik
     return jnp.asarray(found, narrowed(dtype))
 
 
-def is_symbol(length: Any) -> bool:
+def is_symbol(length: TensorLike) -> bool:
     """Whether a length is not known: None, or one that JAX has a symbol for."""
     return length is None or export.is_symbolic_dim(length)
 
@@ -102,6 +102,8 @@ def are_lengths(leaves: Iterable[Any]) -> bool:
     for leaf in leaves:
         if isinstance(leaf, Lengths):
             found = True
+        # Beside lengths, numbers and names of dtypes are known too; anything else makes the result
+        # a value.
         elif not isinstance(leaf, int | str | np.integer | DType | None):
             return False
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,10 @@ def matvec(a: TensorLike, b: TensorLike, transpose_a: bool = False, adjoint_a: b
 
 
 @operation("tensordot", "linalg.tensordot")
-def tensordot(a: TensorLike, b: TensorLike, axes: Any) -> Any:
+def tensordot(a: TensorLike, b: TensorLike, axes: int | Sequence[Any]) -> Any:
     """The product of tensors over axes."""
-    return ops.tensordot(a, b, axes=axes)
+    given: Any = axes  # Keras' annotation has numbers only
+    return ops.tensordot(a, b, axes=given)
 
 
 @operation("einsum", "linalg.einsum")
@@ -58,13 +59,14 @@ def einsum(equation: str, *inputs: Any, **kwargs: Any) -> Any:
 
 @operation("norm", "linalg.norm")
 def norm(
-    tensor: TensorLike, ord: Any = "euclidean", axis: Axes = None, keepdims: bool = False
+    tensor: TensorLike, ord: str | float = "euclidean", axis: Axes = None, keepdims: bool = False
 ) -> Any:
     """The norm of a tensor, of its rows or of matrices in it."""
     tensor = jnp.asarray(tensor)
     axis = tuple(axis) if isinstance(axis, list) else axis
     if ord == "euclidean":
         return ops.sqrt(ops.sum(ops.square(tensor), axis=axis, keepdims=keepdims))
+    # TensorFlow takes all elements as a vector, where numpy would take the norm of a matrix.
     if axis is None:
         return jnp.linalg.norm(tensor.reshape(-1), ord, keepdims=keepdims)
     return jnp.linalg.norm(tensor, ord, axis, keepdims)
@@ -74,6 +76,7 @@ def norm(
 def band_part(input: TensorLike, num_lower: int, num_upper: int) -> Any:
     """A matrix without what is further from the diagonal; -1 keeps all."""
     found = tensor(input)
+    # By comparing indices: the widths may be values of the program.
     rows, columns = jnp.ogrid[: found.shape[-2], : found.shape[-1]]
     lower = (num_lower < 0) | (rows - columns <= num_lower)
     upper = (num_upper < 0) | (columns - rows <= num_upper)

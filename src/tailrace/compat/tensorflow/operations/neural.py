@@ -58,6 +58,7 @@ def leaky_relu(features: TensorLike, alpha: float = 0.2) -> Any:
 @operation("nn.softmax")
 def softmax(logits: TensorLike, axis: int | None = None) -> Any:
     """Shares along an axis, which add up to 1."""
+    # None is the last axis in TensorFlow, and all axes in JAX.
     return ops.softmax(tensor(logits), -1 if axis is None else axis)
 
 
@@ -69,7 +70,7 @@ def log_softmax(logits: TensorLike, axis: int | None = None) -> Any:
 
 @operation("nn.crelu")
 def crelu(features: TensorLike, axis: int = -1) -> Any:
-    """The positive part and the negative part, one behind the other."""
+    """The positive part and the negative part, one after the other."""
     features = tensor(features)
     return ops.relu(ops.concatenate([features, ops.negative(features)], axis=axis))
 
@@ -140,6 +141,7 @@ def batch_normalization(
     variance_epsilon: float,
 ) -> Any:
     """Scaled and moved by statistics that are given."""
+    # TensorFlow's order of operations: one product and one sum for each element.
     factor = ops.rsqrt(ops.add(variance, variance_epsilon))
     factor = factor if scale is None else ops.multiply(factor, scale)
     moved = ops.multiply(ops.negative(mean), factor)
@@ -166,6 +168,7 @@ def dropout(
 @operation("nn.bias_add")
 def bias_add(value: TensorLike, bias: TensorLike, data_format: str | None = None) -> Any:
     """A bias for each channel."""
+    # Channels are the second axis: the bias is broadcast over those after it.
     if data_format is not None and data_format.startswith("NC") and data_format != "NC":
         bias = ops.reshape(bias, (-1, *[1] * (len(value.shape) - 2)))
     return ops.add(value, bias)
@@ -181,6 +184,7 @@ def embedding_lookup(
         OptionError: `max_norm` is given, or the table comes in parts.
     """
     only("nn.embedding_lookup", partition, "partition_strategy", "validate_indices")
+    # Refused, not joined: TensorFlow distributes rows over the parts by its `partition_strategy`.
     if isinstance(params, list | tuple) and len(params) > 1:
         raise OptionError(
             f"tf.nn.embedding_lookup takes one table. Received: a list of {len(params)}, which "
@@ -232,6 +236,7 @@ def _convolution(dims: int) -> None:
     ) -> Any:
         """A convolution; `padding` is "SAME" or "VALID"."""
         only(f"nn.conv{dims}d", older, "filter", "stride", "use_cudnn_on_gpu")
+        # TensorFlow 1's names of the same arguments.
         kernel = older.get("filter", filters)
         strides = older.get("stride", strides)
         dilation = 1 if dilations is None else _middle(dilations, dims, data_format)

@@ -17,6 +17,7 @@ from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 _made: dict[str, Any] = {}
+# The seed of the first generator, which is made when it is first needed.
 _first: list[int] = [0]
 
 

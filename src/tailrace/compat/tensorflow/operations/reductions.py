@@ -140,6 +140,7 @@ def _cumulated(
     x = tensor(x)
     x = ops.flip(x, axis=axis) if reverse else x
     found = _same(x, function(x, axis=axis))
+    # Shifted by one, with the neutral element in front.
     if exclusive:
         first = ops.full_like(jax.lax.slice_in_dim(x, 0, 1, axis=axis), start)
         found = ops.concatenate(
@@ -190,6 +191,7 @@ def searchsorted(
     def places(row: jax.Array, value: jax.Array) -> Any:
         return jnp.searchsorted(row, value, side=side).astype(narrowed(out_type))
 
+    # `jnp.searchsorted` takes one row: mapped over each axis before the last.
     for _ in rows.shape[:-1]:
         places = jax.vmap(places)
     return places(rows, given)
@@ -245,5 +247,6 @@ for _name, _function in {
     "segment_prod": jax.ops.segment_prod,
     "segment_sum": jax.ops.segment_sum,
 }.items():
+    # One function for both: sorted numbers are a special case.
     operation(f"math.unsorted_{_name}")(_segments(_function))
     operation(f"math.{_name}")(_segments(_function))

@@ -44,6 +44,7 @@ def shape_of(given: object) -> tuple[int, ...]:
 @operation("constant")
 def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None) -> Any:
     """An array of a value; a number fills a shape. Text is TensorFlow's own: only the host has it."""
+    # JAX has no arrays of text.
     if isinstance(value, str | bytes):
         return host.named("constant")(value, dtype, shape)
     found = tensor(value) if dtype is None else jnp.asarray(value, narrowed(dtype))
@@ -300,6 +301,7 @@ def pad(
     tensor = _listed(tensor)
     widths = [tuple(shape_of(each)) for each in paddings]
     kind = mode.lower()
+    # Keras refuses a value for the other modes.
     if kind == "constant":
         return ops.pad(tensor, widths, mode=kind, constant_values=constant_values)
     return ops.pad(tensor, widths, mode=kind)
@@ -346,7 +348,7 @@ def gather(
     """The parts at these places along an axis.
 
     Raises:
-        OptionError: `axis` is not the one behind `batch_dims`.
+        OptionError: `axis` is not the one after `batch_dims`.
     """
     del validate_indices
     axis = batch_dims if axis is None else axis
@@ -354,10 +356,11 @@ def gather(
         return ops.take(params, indices, axis=axis)
     if axis != batch_dims:
         raise OptionError(
-            f"tf.gather with batch_dims gathers along the axis behind them. Received: axis={axis}, "
+            f"tf.gather with batch_dims gathers along the axis after them. Received: axis={axis}, "
             f"batch_dims={batch_dims}. Transpose first."
         )
     params, indices = jnp.asarray(params), jnp.asarray(indices)
+    # The batch's own indices, so that each row of `indices` reads from its own part.
     grid = jnp.ogrid[tuple(slice(0, length) for length in params.shape[:batch_dims])]
     extra = indices.ndim - batch_dims
     places = tuple(each.reshape(each.shape + (1,) * extra) for each in grid)
@@ -371,6 +374,7 @@ def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
     def parts(rows: jax.Array, places: jax.Array) -> Any:
         return rows[tuple(jnp.moveaxis(places, -1, 0))]
 
+    # Mapped over the batch: a place names an element of its own row only.
     for _ in range(batch_dims):
         parts = jax.vmap(parts)
     return parts(jnp.asarray(params), jnp.asarray(indices))
@@ -386,6 +390,7 @@ def space_to_depth(input: TensorLike, block_size: int, data_format: str = "NHWC"
     found, size = _channels_last(input, data_format), block_size
     count, rows, columns, channels = found.shape
     parts = found.reshape(count, rows // size, size, columns // size, size, channels)
+    # TensorFlow's order of channels: by the place within a block, then by channel.
     return parts.transpose(0, 1, 3, 2, 4, 5).reshape(
         count, rows // size, columns // size, size * size * channels
     )
@@ -437,6 +442,7 @@ def strided_slice(
     starts, ends = shape_of(begin), shape_of(end)
     steps = [1] * len(starts) if strides is None else shape_of(strides)
     parts = [
+        # Bit i of a mask: axis i has no begin, or no end.
         slice(None if begin_mask >> i & 1 else b, None if end_mask >> i & 1 else e, s)
         for i, (b, e, s) in enumerate(zip(starts, ends, steps, strict=True))
     ]

@@ -47,6 +47,8 @@ def operation(
         def called(*args: Any, **kwargs: Any) -> Any:
             kind = _kind((args, kwargs), draws)
             if kind == "host":
+                # Inside `dataset.map`: the program's operations are TensorFlow's there, as they are
+                # in the original.
                 return host.named(paths[0])(*_for_host(args), **_for_host(kwargs))
             if kind == "deferred":
                 return deferred_call(called, args, kwargs)
@@ -60,6 +62,7 @@ def operation(
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
+                # Looked into only now: binding the arguments of every call would slow all.
                 raise _refused(paths[0], signature, args, kwargs) or error from error
 
         called.__name__ = called.__qualname__ = paths[0].rpartition(".")[2]
@@ -100,7 +103,7 @@ def names_under(prefix: str) -> list[str]:
 
 def _kind(given: object, draws: bool) -> str:
     found, in_graph = "here", describing()
-    # Random numbers are drawn anew in each run, and what has control inputs must wait for them.
+    # Random numbers are drawn again in each run, and what has control inputs must wait for them.
     if in_graph and (draws or control_inputs()):
         return "deferred"
     for leaf in leaves(given):

@@ -66,6 +66,7 @@ framework = _Namespace(
         "tensor_shape": _Operations("python.framework.tensor_shape"),
     },
 )
+# Three classes of TensorFlow's files, one of its public interface.
 _datasets = {
     name: lambda: _host.named("data.Dataset") for name in ("Dataset", "DatasetV1", "DatasetV2")
 }

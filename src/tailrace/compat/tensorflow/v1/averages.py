@@ -50,6 +50,7 @@ class ExponentialMovingAverage:
 
     def average(self, var: VariableLike) -> Any:
         """The mean of a variable; it begins with its value."""
+        # Not the array: the mean begins with what the variable has when it is initialized.
         return get_variable(self.average_name(var), initializer=_Value(var), trainable=False)
 
     def average_name(self, var: VariableLike) -> str:

@@ -36,6 +36,7 @@ def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _number(step: TensorLike) -> Any:
+    # Steps are integers; TensorFlow computes rates in the dtype of the rate.
     return jnp.asarray(value_of(step) if is_variable(step) else step, jnp.float32)
 
 
@@ -93,6 +94,7 @@ def polynomial_decay(
 ) -> Any:
     """From one rate to another, along a power of the part of the steps that is left."""
     step, steps = _number(global_step), _number(decay_steps)
+    # A cycle stretches the decay to the next multiple that the step has not passed.
     steps = steps * jnp.maximum(1.0, jnp.ceil(step / steps)) if cycle else steps
     left = 1 - jnp.minimum(step, steps) / steps
     return (learning_rate - end_learning_rate) * jnp.power(left, power) + end_learning_rate

@@ -55,7 +55,7 @@ def _computed(
     return gradients_of(total, places)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: TensorLike) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 

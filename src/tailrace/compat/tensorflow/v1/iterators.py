@@ -53,6 +53,7 @@ class Iterator:
             raise FailedPreconditionError(
                 "The iterator has not begun. Run its initializer first: sess.run(it.initializer)."
             )
+        # A dataset may call our operations, which must be computed here, not described.
         with computing(Feed()):
             try:
                 return next(self._elements)

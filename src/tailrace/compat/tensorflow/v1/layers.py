@@ -54,6 +54,7 @@ def dense(
     """Sums of products with a matrix."""
     del reuse  # variables are always found again by their names
     with variable_scope(name or _own_name("dense")):
+        # TensorFlow's names, by which its checkpoints are read.
         kernel = get_variable("kernel", [inputs.shape[-1], units], initializer=kernel_initializer)
         out = tensordot(inputs, kernel, 1)
         return _finished(out, units, activation, use_bias, bias_initializer)
@@ -112,6 +113,7 @@ def dropout(inputs: TensorLike, rate: float = 0.5, training: bool = False, **_: 
     Raises:
         OptionError: whether it trains is a value of the device.
     """
+    # Which elements go is drawn in the program; whether any do decides what is traced.
     if not isinstance(training, bool):
         raise OptionError(
             f"tf.layers.dropout(training=...) is True or False when the program is made. Received: "

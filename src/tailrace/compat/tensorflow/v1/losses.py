@@ -48,6 +48,7 @@ def _reduced(losses: TensorLike, weights: TensorLike, reduction: str) -> Any:
             f"reduction is one of tf.losses.Reduction: {', '.join(REDUCTIONS)}. "
             f"Received: {reduction!r}."
         )
+    # If no weight counts, the loss is 0, as in TensorFlow.
     return ops.divide_no_nan(ops.sum(weighted), counts[reduction]())
 
 
@@ -109,6 +110,7 @@ def sigmoid_cross_entropy(
     """The cross entropy of independent probabilities."""
     wanted = tensor(multi_class_labels)
     if label_smoothing:
+        # Towards one half: each probability is by itself, so there are no classes to share with.
         wanted = ops.add(ops.multiply(wanted, 1 - label_smoothing), 0.5 * label_smoothing)
     return neural.sigmoid_cross_entropy_with_logits(wanted, logits)
 

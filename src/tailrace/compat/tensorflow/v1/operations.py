@@ -101,6 +101,7 @@ def moments(
 @operation("compat.v1.nn.in_top_k")
 def in_top_k(predictions: TensorLike, targets: TensorLike, k: int) -> Any:
     """Whether the target of each row is among its k largest elements."""
+    # TensorFlow 2 has swapped the first two.
     return reductions.in_top_k(targets, predictions, k)
 
 

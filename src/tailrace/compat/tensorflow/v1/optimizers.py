@@ -59,6 +59,7 @@ class _Rule(OptaxOptimizer, Optimizer):
     def transformation(self) -> Any:  # type: ignore[override]
         """The rule with the current rate."""
         rate = evaluated(self._rate, running() or Feed())
+        # A schedule of TensorFlow 2 is a function (`decays`).
         rate = rate() if callable(rate) and not is_variable(rate) else rate
         return self._make(value_of(rate) if is_variable(rate) else rate)
 
@@ -147,7 +148,10 @@ class RMSPropOptimizer(_Rule):
         # Without momentum optax keeps no sum, as TensorFlow's would stay unused.
         options = {"centered": centered, "momentum": momentum or None}
         super().__init__(
-            lambda rate: optax.rmsprop(rate, decay, epsilon, 1.0, **options), learning_rate, name
+            # 1.0: TensorFlow's mean square begins at 1, and epsilon is under the root.
+            lambda rate: optax.rmsprop(rate, decay, epsilon, 1.0, **options),
+            learning_rate,
+            name,
         )
 
 
@@ -223,6 +227,8 @@ def _adam(rate: TensorLike, beta1: TensorLike, beta2: TensorLike, epsilon: Tenso
         first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, first, grads)
         second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, second, grads)
         time = count.astype(jnp.float32)
+        # Both corrections are in the rate, so epsilon is added to an uncorrected root. `optax.adam`
+        # corrects first, with slightly different steps.
         scale = rate * jnp.sqrt(1 - beta2**time) / (1 - beta1**time)
         after = jax.tree.map(lambda m, v: -scale * m / (jnp.sqrt(v) + epsilon), first, second)
         return after, (count, first, second)

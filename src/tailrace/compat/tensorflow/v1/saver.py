@@ -54,7 +54,7 @@ class Saver:
         Args:
             sess: a session.
             save_path: the path, without an ending.
-            global_step: a number, or a variable with one, that is put behind the path.
+            global_step: a number, or a variable with one, that is appended to the path.
             **_: without effect.
 
         Raises:
@@ -128,6 +128,7 @@ def write(path: str, arrays: Mapping[str, np.ndarray]) -> None:
     # With TensorFlow's ending, a name is none of the arguments of `savez`.
     named: Any = {f"{name}:0": array for name, array in arrays.items()}
     np.savez(_file(path), **named)
+    # After the arrays: a save that is interrupted leaves the one before as the latest.
     here = pathlib.Path(path)
     (here.parent / "checkpoint").write_text(f'model_checkpoint_path: "{here.name}"\n')
 

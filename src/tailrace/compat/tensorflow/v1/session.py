@@ -63,6 +63,7 @@ class Placeholder(Deferred):
         self.shape = TensorShape(shape)
 
     def _missing(self, feed: Feed) -> Any:
+        # Only the form is asked for, in a trace: any values will do.
         if isinstance(feed, Forms) and self.shape.rank is not None:
             lengths = self.shape.as_list()
             return jnp.zeros([feed.unknown if n is None else n for n in lengths], self.dtype)
@@ -201,10 +202,12 @@ class Session:
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
-def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
+def _fetched(fetch: object, feed: Feed, steps: list[Step]) -> Any:
+    # Before `Deferred`, of which a step is one: it runs after all other fetches.
     if isinstance(fetch, Step) and fetch.changes:
         steps.append(fetch)
         return None
+    # A text is the name of a variable, unless a benchmark returned it.
     if isinstance(fetch, str):
         return fetch if isinstance(fetch, ResultText) else _host(_named(fetch))
     if isinstance(fetch, Undelivered):
@@ -247,11 +250,13 @@ class Graph:
     """
 
     def __init__(self, outermost: bool = False) -> None:
+        # None: the variables that programs have without making a graph (`variables_of`).
         self._variables: Store | None = None if outermost else {}
 
     @property
     def name(self) -> str:
         """Whether a program is being made, or Keras asks a layer for the shape of its outputs."""
+        # TensorFlow's name for the second, by which programs tell the two apart.
         return "graph" if is_tracing() else "keras_scratch_graph"
 
     @contextlib.contextmanager
@@ -314,6 +319,8 @@ def assignment(method: str) -> Callable[..., Any]:
     """`tf.assign` and others: done at once in a program, otherwise when a session runs it."""
 
     def assign(ref: VariableLike, value: TensorLike, *_: Any, **__: Any) -> Any:
+        # Not `describing`: outside of programs `tf.assign` is an operation, also where nothing else
+        # is described.
         if is_tracing():
             return getattr(ref, method)(value)
         return deferred_call(done, (ref, value), {})

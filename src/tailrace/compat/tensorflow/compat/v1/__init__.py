@@ -51,6 +51,7 @@ from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_d
 from tailrace.compat.tensorflow.v1.session import variables_initializer as variables_initializer
 from tailrace.data.array_like import TensorLike as _TensorLike
 
+# Switches of TensorFlow's own runtime, and initializers of what has its value when it is made.
 local_variables_initializer = tables_initializer = _nothing
 disable_resource_variables = enable_resource_variables = _nothing
 disable_control_flow_v2 = disable_v2_tensorshape = _nothing
@@ -72,6 +73,7 @@ disable_eager_execution, enable_eager_execution = disable_v2_behavior, enable_v2
 def _global_step(graph: object = None) -> Any:
     """The variable that counts steps; made if there is none yet."""
     del graph
+    # One for each graph, found again by its name.
     return get_variable("global_step", [], "int32", trainable=False)
 
 
@@ -109,15 +111,18 @@ train = _Namespace(
         "get_or_create_global_step": _global_step,
         "latest_checkpoint": _saver.latest_checkpoint,
     },
+    # Examples, features and the rest of `tf.train` are TensorFlow's own.
     on_host=True,
 )
 assign, assign_add, assign_sub = map(_assignment, ("assign", "assign_add", "assign_sub"))
+# Variables are always found again by name, whatever `reuse` says.
 AUTO_REUSE = True
 
 
-def dimension_value(dimension: Any) -> int | None:
+def dimension_value(dimension: object) -> int | None:
     """A length of a shape as a number; None if it is not known."""
-    return getattr(dimension, "value", dimension)
+    length: Any = getattr(dimension, "value", dimension)
+    return length
 
 
 GraphKeys = _Namespace(
@@ -135,6 +140,7 @@ summary = _Namespace("compat.v1.summary", _summaries.SUMMARIES)
 layers = _Namespace("compat.v1.layers", _layers.LAYERS)
 logging = _Namespace(
     "compat.v1.logging",
+    # Levels of a logger that is not here: any number will do.
     {"set_verbosity": _nothing, **dict.fromkeys(("DEBUG", "INFO", "WARN", "ERROR", "FATAL"), 0)},
 )
 
@@ -208,11 +214,13 @@ _HOST = frozenset(["app", "flags", "gfile", "python_io", "resource_loader"])
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    # What it returns is given to `Session(config=...)`, which has no use for it.
     if name == "ConfigProto":
         return _nothing
     if name in _HOST:
         return _host.named(f"compat.v1.{name}")
     path = _RENAMED.get(name, name)
+    # First what TensorFlow 1 computes otherwise, then what only has another name since.
     if f"compat.v1.{name}" in _OPERATIONS:
         return _OPERATIONS[f"compat.v1.{name}"]
     if name in _operations.SCATTERS:
