@@ -15,6 +15,7 @@ import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_close
 from tailrace.torch.calls.arrays import array_of
+from tailrace.torch.torchax.ops.layers import normalised
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 
 
@@ -627,3 +628,56 @@ def test_data_is_written():
     compare(run, torch.arange(6.0).reshape(2, 3))
     with pytest.raises(tr.TailraceError, match=r"setting \.data of a slice"):
         ours(lambda x: setattr(x[0], "data", x[1]), torch.ones(2, 3))
+
+
+# -- batch normalisation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 3, 5, 5), (2, 3, 2, 2, 2)])
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_and_its_gradients(shape, affine):
+    torch.manual_seed(0)
+    x, some = 3 * torch.randn(shape) + 1, [torch.randn(shape[1]) for _ in range(2 * affine)]
+    compare(lambda x, *some: F.batch_norm(x, None, None, *some, training=True), x, *some)
+
+
+def normalisation(function):
+    """A number that depends on the three results of a normalisation."""
+
+    def total(x, weight, bias):
+        out, mean, var = function(x, weight, 1e-3)
+        out = jax.numpy.sin(out + bias.reshape(1, -1, 1, 1)) * np.cos(np.arange(x.size)).reshape(
+            x.shape
+        )
+        return out.sum() + (mean**2).sum() + (var**2).sum()
+
+    return total
+
+
+def derivatives(function, *given):
+    """First derivatives, and those of their squares."""
+    each = tuple(range(len(given)))
+    first = jax.grad(function, each)
+    second = jax.grad(lambda *given: sum((g**2).sum() for g in first(*given)), each)
+    return [np.float32(g) for some in (first, second) for g in jax.jit(some)(*given)]
+
+
+def test_the_derivative_of_batch_norm_is_that_of_its_formula():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        given = [rng.normal(size=size) for size in ((4, 3, 2, 2), 3, 3)]
+        found = derivatives(normalisation(normalised), *given)
+        expected = derivatives(normalisation(normalised.fun), *given)
+    assert_close(found, expected)
+
+
+@pytest.mark.cpu
+def test_the_backward_pass_of_batch_norm_has_two_sums():
+    shapes = [jax.ShapeDtypeStruct(size, "float32") for size in ((4, 3, 2, 2), (3,), (3,))]
+
+    def total(x, weight, bias):
+        return jax.numpy.sin(normalised(x, weight, 1e-3)[0] + bias.reshape(1, -1, 1, 1)).sum()
+
+    text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile().as_text()
+    # Two more are mean and variance.
+    assert len(re.findall(r"f32\[3\]\S* reduce\(", text)) == 4

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import tailrace as tr
+from covering import covering
 from oracles import assert_bits_equal, assert_close
 from tailrace.jaxprs import convolutions
-from tailrace.jaxprs.convolutions import Kind, fast_form, library
+from tailrace.jaxprs.convolutions import Kind, fast_form, library, swapped
 from tailrace.program.running.compiled_programs import forget_programs
 
 RNG = np.random.default_rng(0)
@@ -150,6 +151,49 @@ def test_forms_by_kind(name, kind, which):
     for number in which:
         assert Kind.of(found[number]).fastest() is getattr(convolutions, name)
         assert_same(found[number])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "padding", "layout"),
+    covering(["float32", "bfloat16"], [1, 2, 3], [(1, 1), (0, 0), (1, 0), (0, 3)], sorted(LAYOUTS)),
+)
+def test_swapped_weight_gradients(dtype, dims, padding, layout):
+    kind = {"layout": layout, "padding": padding, "inside": 3, "batch": 4, "kernel": 2}
+    eqn = list(equations(*convolution(dims=dims, dtype=dtype, **kind)))[2]
+    operands = [small_integers(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    expected = eqn.primitive.bind(*operands, **eqn.params)
+    found = swapped(Kind.of(eqn), *operands)
+    assert found.dtype == expected.dtype
+    assert_bits_equal(found + 0, expected + 0)
+
+
+WIDE = {"layout": "features first", "inside": 256, "outside": 256, "size": 4, "batch": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_weight_gradients_are_swapped(dtype):
+    forward, to_input, to_weights = equations(*convolution(**WIDE, dtype=dtype))
+    assert [Kind.of(eqn).fastest() for eqn in (forward, to_input)] == [library, library]
+    assert Kind.of(to_weights).fastest() is swapped
+    for eqn in (forward, to_input, to_weights):
+        assert_same(eqn)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"layout": "features last"},  # the result is in the library's order but for whole rows
+        {"inside": 128},  # fits a core's cache
+        {"stride": 2},
+        {"dilation": 2, "padding": (2, 2)},
+        {"groups": 2},
+        {"padding": (0, 0)},  # swapped, it would sum over more
+        {"padding": (3, 3)},  # swapped, it would have negative padding
+    ],
+)
+def test_other_weight_gradients_are_not_swapped(kind):
+    for eqn in equations(*convolution(**{**WIDE, **kind})):
+        assert Kind.of(eqn).fastest() is not swapped
 
 
 def normal(shape, dtype):

@@ -35,7 +35,6 @@ def _batch_norm(
     x = input.jax()
     if not x.size:  # an empty batch has no statistics
         return watch.tensor(x)
-    axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
     # Statistics of many values: PyTorch computes them in 32 bits too.
     wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
@@ -45,10 +44,8 @@ def _batch_norm(
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {input.shape}"
             )
-        mean = wide.mean(axes)
-        # From differences: the mean of squares less the square of the mean cancels where the mean
-        # is large.
-        var = jnp.square(wide - mean.reshape(shape)).mean(axes)
+        factor = None if weight is None else weight.jax().astype(wide.dtype)
+        out, mean, var = normalised(wide, factor, eps)
         if running_mean is not None:
             # PyTorch normalises by the biased variance and keeps the unbiased one.
             unbiased = var * (count / (count - 1))
@@ -56,13 +53,47 @@ def _batch_norm(
             _advance(running_var, unbiased, momentum)
     else:
         mean, var = running_mean.jax().astype(wide.dtype), running_var.jax().astype(wide.dtype)
-    scale = jax.lax.rsqrt(var + eps)
-    if weight is not None:
-        scale = scale * weight.jax().astype(wide.dtype)
-    out = (wide - mean.reshape(shape)) * scale.reshape(shape)
+        scale = jax.lax.rsqrt(var + eps)
+        if weight is not None:
+            scale = scale * weight.jax().astype(wide.dtype)
+        out = (wide - mean.reshape(shape)) * scale.reshape(shape)
     if bias is not None:
         out = out + bias.jax().astype(wide.dtype).reshape(shape)
     return watch.tensor(out.astype(x.dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def normalised(x: TensorLike, weight: TensorLike, eps: float) -> tuple[Any, Any, Any]:
+    """Channels at dimension 1, normalised and multiplied by `weight`; their mean and variance."""
+    axes = (0, *range(2, x.ndim))
+    mean = x.mean(axes, keepdims=True)
+    var = jnp.square(x - mean).mean(axes, keepdims=True)
+    scale = jax.lax.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight.reshape(mean.shape)
+    return (x - mean) * scale, mean.ravel(), var.ravel()
+
+
+@normalised.defjvp
+def _normalised_jvp(eps: float, given: Any, tangents: Any) -> Any:
+    """The derivative of the whole: JAX's, through mean and variance, has twice as many sums."""
+    (x, weight), (step, weight_step) = given, tangents
+    out, mean, var = normalised.fun(x, weight, eps)
+    axes = (0, *range(2, x.ndim))
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    centred = x - mean.reshape(shape)
+    inverse = jax.lax.rsqrt(var + eps)
+    scale = inverse if weight is None else inverse * weight
+    moved = step.mean(axes)
+    spread = (centred * step).mean(axes)
+    # Multiplied per channel, not per element: the backward pass then adds up `g` and `centred * g`,
+    # which are also the gradients of bias and weight.
+    along = -scale * inverse * inverse * spread
+    if weight is not None:
+        along = along + inverse * weight_step
+    change = step * scale.reshape(shape) + (-scale * moved).reshape(shape)
+    change = change + centred * along.reshape(shape)
+    return (out, mean, var), (change, moved, 2 * spread)
 
 
 def _instance_norm(
