@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -153,14 +154,15 @@ class AsynchronousDataAccessor:
                 "mode=poptorch.DataLoaderMode.AsyncRebatched)."
             )
         self._dataset, self._size = dataset, buffer_size
-        self._running: list[Ahead] = []
+        # Weak: an epoch that has ended goes with its iterator.
+        self._running: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
         source = self._dataset
         if not hasattr(source, "__iter__"):
             source = (self._dataset[index] for index in range(len(self._dataset)))
         ahead = Ahead(source, self._size)
-        self._running.append(ahead)
+        self._running.add(ahead)
         return iter(ahead)
 
     def __len__(self) -> int:
@@ -168,6 +170,6 @@ class AsynchronousDataAccessor:
 
     def terminate(self) -> None:
         """Stop reading."""
-        for ahead in self._running:
+        for ahead in list(self._running):
             ahead.stop()
         self._running.clear()
