@@ -172,6 +172,7 @@ def test_knots_are_found():
 
 BY_NAME = {
     "__init__.py",  # `_HOMES`: importing the package loads nothing that a program does not use
+    "cli/doctor.py",  # the probes of front ends, of which none imports another
     "cli/targets.py",  # the user's own module, named on the command line
     "compat/originals/lookup.py",  # a name of an original, looked up as a program does
     "compat/originals/missing.py",  # the namespaces of the originals, each name loaded when asked

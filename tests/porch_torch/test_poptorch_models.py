@@ -1,5 +1,6 @@
 """Programs written for PopTorch: models, anchors and names with the original's spelling."""
 
+import gc
 import re
 
 import pytest
@@ -349,3 +350,15 @@ def test_the_asynchronous_accessor():
     assert loader.combinedBatchSize == 2
     assert [tuple(t.shape) for t in loader] == [(2, 2), (2, 2)]
     accessor.terminate()
+
+
+def test_the_asynchronous_accessor_keeps_no_epochs():
+    accessor = poptorch.AsynchronousDataAccessor([1, 2])
+    for _ in range(3):
+        assert list(accessor) == [1, 2]
+    gc.collect()
+    assert not list(accessor._running)
+    rest = iter(accessor)
+    assert next(rest) == 1
+    accessor.terminate()  # an epoch in the middle is stopped
+    assert list(rest) in ([], [2])

@@ -10,6 +10,11 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_bits_equal, assert_close
+from tailrace.page.followed import FollowedRun
+from tailrace.page.summary import numbers
+from tailrace.spans import device_times
+from tailrace.spans import span as span_module
+from waits import Clock
 
 
 class Deep(nn.Module):
@@ -286,3 +291,30 @@ def test_runs_are_kept_on_disk(tmp_path):
     run = tr.open_run(tmp_path / "run")
     assert len(run.records["grad/fc1.weight"]) == 6
     assert "output/0" not in run.records
+
+
+@pytest.mark.parametrize(("slow", "limit"), [("data", "data"), ("loop", "host")])
+def test_a_run_says_what_it_is_bound_by(tmp_path, monkeypatch, slow, limit):
+    pytest.importorskip("zarr")
+    clock = Clock()
+    for module in (device_times, span_module):
+        monkeypatch.setattr(module, "time", clock)
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            clock.now += 0.25 * (slow == "data")
+            return tuple(part[0] for part in digits(1))
+
+    model, *_ = training(run_dir=tmp_path / "run")
+    for batch in tt.DataLoader(model, Rows(), batch_size=4):
+        model(*batch)
+        clock.now += 1.0 * (slow == "loop")
+    model.destroy()
+    times = tr.open_run(tmp_path / "run").executions["times"]
+    expected = {name: 2.0 * (name == limit) for name in device_times.ACTIVITIES}
+    assert dict(zip(expected, times[1:].sum(axis=0), strict=True)) == pytest.approx(expected)
+    shown = dict(numbers(FollowedRun(tmp_path / "run")))
+    assert shown["bound by"] == f"{limit}: the device waits for it 100 % of the time"

@@ -93,6 +93,34 @@ def test_an_execution_starts_at_the_end_of_the_one_before(clock):
     assert later == only(device=0.05)
 
 
+def test_an_execution_in_parts_starts_with_the_first(clock):
+    times = DeviceTimes()
+    with times.open():
+        for _ in range(2):
+            with span("dispatch"):
+                pass
+            clock.now += 0.02
+        whole = Ready(times)
+        times.began(whole, dispatches=2)
+        whole.end()
+        found = shares(times.ended())
+    assert found == only(device=0.04)
+
+
+def test_spans_between_executions_are_bounded(clock, monkeypatch):
+    monkeypatch.setattr(device_times, "MOST", 3)
+    times = DeviceTimes()
+    with times.open():
+        for _ in range(5):
+            with span("dataset wait"):
+                clock.now += 0.25
+        one = Ready(times)
+        times.began(one)
+        one.end()
+        found = shares(times.ended())
+    assert found == only(data=0.75, host=0.5)
+
+
 def test_spans_of_other_threads_do_not_count_and_nothing_is_traced(clock):
     times = DeviceTimes()
     with times.open():

@@ -1,11 +1,14 @@
 """The commands: what they print, what they write, and one sentence where they cannot."""
 
+import ast
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from small_runs import make_trainer, train
 
+import tailrace
 from tailrace.cli import doctor
 from tailrace.cli.command_line import main
 from tailrace.cli.parsers import joined
@@ -247,3 +250,28 @@ def test_the_doctor_lists_the_seams_of_module_libraries():
     assert "JAX" in found.seams
     for name, title in (("flax", "Flax"), ("equinox", "Equinox")):
         assert (title in found.seams) == bool(found.packages[name])
+
+
+def test_the_doctor_lists_every_probe():
+    pytest.importorskip("keras")
+    pytest.importorskip("torch")
+    here = Path(tailrace.__file__).parent
+    written = {
+        ast.literal_eval(node.args[0])
+        for path in here.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Seam"
+    }
+    found = doctor.diagnose()
+    assert written == {name for seams in found.seams.values() for name in seams}
+    assert "seams to torchax" in str(found)
+
+
+def test_a_front_end_that_cannot_be_imported_is_a_problem(monkeypatch):
+    pytest.importorskip("keras")
+    broken = (("tailrace.keras.absent_module", "keras"),)
+    monkeypatch.setattr(doctor, "FRONT_ENDS", broken)
+    found = doctor.diagnose()
+    text = "the front end for Keras: No module named 'tailrace.keras.absent_module'"
+    assert text in found.problems
+    assert "Keras" not in found.seams

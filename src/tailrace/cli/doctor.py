@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -36,6 +37,14 @@ OPTIONAL = {
 }
 """Optional packages: the extra that installs each (none: install it by its name), and the features that
 need it."""
+
+FRONT_ENDS = (
+    ("tailrace.keras.keras_seams", "keras"),
+    ("tailrace.compat.tensorflow.tensors", "keras"),
+    ("tailrace.torch.torchax.loading", "torchax"),
+)
+"""Files of front ends with probes, and the package that each needs. By name: a front end imports no
+other, and only a diagnosis looks at all of them."""
 
 # https://github.com/jax-ml/jax/issues/39103
 WRONG_JAX = "0.10.2"
@@ -101,14 +110,18 @@ def diagnose() -> Diagnosis:
     missing = [name for name, version in packages.items() if not version]
     problems += [f"{OPTIONAL[name][1]}: {name} is not installed." for name in missing]
     backend = os.environ.get("KERAS_BACKEND", "jax")
-    if packages["keras"] and backend != "jax":
+    if wrong_backend := packages["keras"] and backend != "jax":
         problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
-    seams = {}
-    for package, listed in _seams(packages):
+    seams: dict[str, dict[str, tuple[str, bool]]] = {}
+    # With another backend Keras would be imported for good, and not be ours.
+    absent = {name for name in packages if not packages[name]} | (
+        {"keras"} if wrong_backend else set()
+    )
+    for package, listed in [*_seams(packages), *_front_end_seams(absent, problems)]:
         # Each is tried out, not looked up by version: this also finds a change in a release we do
         # not know.
         found = {seam.name: (seam.used_for, seam.holds()) for seam in listed}
-        seams[package.title] = found
+        seams.setdefault(package.title, {}).update(found)
         problems += [str(package.unknown(name)) for name, (_, holds) in found.items() if not holds]
     return Diagnosis(versions, devices, packages, seams, problems)
 
@@ -126,6 +139,23 @@ def _seams(packages: dict[str, str]) -> Iterator[tuple[Package, tuple[Seam, ...]
         from tailrace.trainer.modules import equinox_seams
 
         yield equinox_seams.PACKAGE, equinox_seams.SEAMS
+
+
+def _front_end_seams(
+    absent: set[str], problems: list[str]
+) -> Iterator[tuple[Package, tuple[Seam, ...]]]:
+    """Those of front ends; one that cannot be imported says why among the problems."""
+    for name, needed in FRONT_ENDS:
+        if needed in absent:
+            continue
+        try:
+            module = importlib.import_module(name)
+            yield from module.probed()
+        except (
+            Exception
+        ) as error:  # a broken package may raise anything, a front end says what fits
+            text = " ".join(str(error).split())
+            problems.append(f"{OPTIONAL[needed][1]}: {text}")
 
 
 def _version(package: str) -> str:

@@ -9,6 +9,7 @@ border, because XLA's simplifier does not look across it. A loop's constants are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ class Operation:
     inputs: list[Value]
     results: list[Value] = dataclasses.field(default_factory=list)
 
-    @property
+    # Found once: asked again for each use, a chain of squares (x = x * x) takes twice as long for each.
+    @functools.cached_property
     def kept(self) -> Value | None:
         """The input that the result equals up to sign, exponent, shape and dtype; or None."""
         if self.name in _SAME:

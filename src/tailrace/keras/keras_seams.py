@@ -103,3 +103,8 @@ SEAMS = (
     ),
     _GRAPHS,
 )
+
+
+def probed() -> tuple[tuple[Package, tuple[Seam, ...]], ...]:
+    """What is relied on, for `tailrace doctor`."""
+    return ((PACKAGE, SEAMS),)

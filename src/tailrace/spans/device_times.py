@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -29,6 +30,9 @@ _SPANS = {
 
 _DISPATCH = "dispatch"
 
+MOST = 100_000
+"""The most spans between two executions; of more, the first are the host's."""
+
 LEAVE_S = 1.0
 """How long the end of a fit waits for the thread, whose executions have all ended by then."""
 
@@ -54,7 +58,7 @@ class DeviceTimes:
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[str, int, int]] = []
+        self._spans = self._no_spans()
         self._runs: deque[Run] = deque()
         self._since = self._free = 0  # the end of the last period, and of the last execution
         self._thread = 0
@@ -64,7 +68,7 @@ class DeviceTimes:
     def open(self) -> Iterator[None]:
         """While a fit runs, in this thread."""
         self._thread, self._since = threading.get_ident(), time.perf_counter_ns()
-        self._spans, self._runs, self._free = [], deque(), self._since
+        self._spans, self._runs, self._free = self._no_spans(), deque(), self._since
         waiting = self._waiting = queue.SimpleQueue()
         thread = threading.Thread(target=_wait, args=(waiting,), name="tailrace-times", daemon=True)
         thread.start()
@@ -75,15 +79,26 @@ class DeviceTimes:
             waiting.put(None)
             thread.join(LEAVE_S)  # it may be waiting for an execution that is stuck; it is a daemon
 
+    @staticmethod
+    def _no_spans() -> deque[tuple[str, int, int]]:
+        # Bounded: a PyTorch model is open until it is closed, and may not be called for days.
+        return deque(maxlen=MOST)
+
     def add(self, name: str, start: int, about: object) -> None:
         """Take in a span that has ended; called by `span`."""
         if threading.get_ident() == self._thread:
             self._spans.append((name, start, time.perf_counter_ns()))
 
-    def began(self, ready: jax.Array) -> None:
-        """Called after a dispatch; `ready` is ready when the execution has finished."""
+    def began(self, ready: jax.Array, dispatches: int = 1) -> None:
+        """Called after a dispatch; `ready` is ready when the execution has finished.
+
+        Args:
+            ready: an array of the execution, or of its last part.
+            dispatches: the number of its parts, each of which was a dispatch; it began with the first.
+        """
         starts = (start for name, start, _ in reversed(self._spans) if name == _DISPATCH)
-        run = Run(ready, next(starts, 0) or time.perf_counter_ns())
+        *_, start = [0, *itertools.islice(starts, dispatches)]
+        run = Run(ready, start or time.perf_counter_ns())
         self._runs.append(run)
         self._waiting.put(run)
 
@@ -104,7 +119,7 @@ class DeviceTimes:
             busy.append((max(one.began, self._free, period[0]), end))
             if one is run:
                 self._free = max(self._free, run.ended)
-        spans, self._spans, self._since = outermost(self._spans), [], period[1]
+        spans, self._spans, self._since = outermost(self._spans), self._no_spans(), period[1]
         return _divided(period, busy, spans)
 
 

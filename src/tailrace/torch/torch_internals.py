@@ -17,14 +17,20 @@ from tailrace.seams import Package, Seam
 
 def check(tested: str) -> None:
     """Raise a `VersionError` if a seam has changed; `tested` names the supported versions."""
-    for package, seams in (
-        (Package("PyTorch", "torch", torch.__version__, "2.13.0"), TORCH),
-        (Package("torchax", "torchax", importlib.metadata.version("torchax"), "0.0.13"), TORCHAX),
-    ):
+    for package, seams in packages():
         try:
             package.check(seams)
         except VersionError as error:
             raise VersionError(f"{error} {tested}") from None
+
+
+def packages() -> tuple[tuple[Package, tuple[Seam, ...]], ...]:
+    """Both packages, with what is relied on in each."""
+    torchax = importlib.metadata.version("torchax")
+    return (
+        (Package("PyTorch", "torch", torch.__version__, "2.13.0"), TORCH),
+        (Package("torchax", "torchax", torchax, "0.0.13"), TORCHAX),
+    )
 
 
 def _has(owner: object, *names: str) -> bool:

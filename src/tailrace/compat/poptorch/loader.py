@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -150,7 +151,8 @@ class AsynchronousDataAccessor:
                 "mode=poptorch.DataLoaderMode.AsyncRebatched)."
             )
         self._dataset, self._size = dataset, buffer_size
-        self._running: list[Ahead] = []
+        # Weak: an epoch that has ended goes with its iterator.
+        self._running: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
         source = self._dataset
@@ -159,7 +161,7 @@ class AsynchronousDataAccessor:
         if not hasattr(source, "__iter__"):
             source = (self._dataset[index] for index in range(len(self._dataset)))
         ahead = Ahead(source, self._size)
-        self._running.append(ahead)
+        self._running.add(ahead)
         return iter(ahead)
 
     def __len__(self) -> int:
@@ -167,6 +169,6 @@ class AsynchronousDataAccessor:
 
     def terminate(self) -> None:
         """Stop reading."""
-        for ahead in self._running:
+        for ahead in list(self._running):
             ahead.stop()
         self._running.clear()

@@ -36,7 +36,7 @@ from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import PACKAGE as JAX
 from tailrace.jaxprs.internals import Tracer
-from tailrace.seams import Seam
+from tailrace.seams import Package, Seam
 
 _NAME = "tailrace.compat.tensorflow"
 
@@ -178,3 +178,8 @@ SEAMS = (
     Seam("shape and dtype of arrays", "x.shape.as_list() in TensorFlow programs", _are_properties),
     Seam("the shapes and dtypes that it takes", "shapes of TensorFlow programs", _takes_shapes),
 )
+
+
+def probed() -> tuple[tuple[Package, tuple[Seam, ...]], ...]:
+    """What is relied on, for `tailrace doctor`."""
+    return ((JAX, SEAMS),)

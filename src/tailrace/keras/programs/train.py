@@ -341,7 +341,7 @@ class Training(Executions):
         timing = room > 1 and self._timed < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
-        self.journal.began(ticket)
+        self.journal.began(ticket.ready)
         # An execution that compiled says nothing about the time of a step.
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)

@@ -20,7 +20,7 @@ ADVICE = {
     "callbacks": "The timeline (trace=) shows which of them; one that needs only some values can do "
     "nothing in most calls.",
     "checkpoints": "Save less often: tr.Checkpoint(every=...).",
-    "host": "Longer executions (steps_per_execution) need the host less often.",
+    "host": "Longer executions (steps_per_execution, device_iterations) need the host less often.",
 }
 
 _NAMES = {"host": "the rest of the host", "compilation": "the compiler"}

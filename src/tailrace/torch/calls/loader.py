@@ -18,7 +18,7 @@ from tailrace.errors import OptionError
 from tailrace.feeds.background import Worker
 from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.messages import note_once
-from tailrace.spans.span import is_traced, span
+from tailrace.spans.span import span
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import UsageError
@@ -161,12 +161,12 @@ class DataLoader(torch_data.DataLoader):
             assert self.combined_batch_size is not None
             batches = _rebatched(batches, self.combined_batch_size, self._drops)
         if self.mode is DataLoaderMode.SYNC:
-            return _waited_for(batches) if is_traced() else iter(batches)
+            return _waited_for(batches)
         # A thread, not a process: batches are tensors already, which workers of PyTorch have made if
         # there are any.
         ahead = Ahead(batches, self._buffer)
         self._running.add(ahead)
-        return _waited_for(ahead) if is_traced() else iter(ahead)
+        return _waited_for(ahead)
 
     def __len__(self) -> int:
         """The number of batches; when rebatched, rows in the dataset / rows of a batch."""
@@ -286,7 +286,7 @@ class Ahead:
 
 
 def _waited_for(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches; each wait is a span in open traces."""
+    """The same batches; each wait is a span in open traces, and for runs that are timed."""
     rest, end = iter(batches), object()
     while True:
         with span("dataset wait"):

@@ -12,7 +12,7 @@ the loops of the others need not carry them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,9 +104,20 @@ class Portions:
         self._runner.compiled(state, self.lengths[-1], self._period)
 
     def dispatch(
-        self, state: LoopState, numbers: Numbers, arrays: list[Any]
+        self,
+        state: LoopState,
+        numbers: Numbers,
+        arrays: list[Any],
+        began: Callable[[Any, int], None] | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
         """Run a call on its elements, stacked.
+
+        Args:
+            state: where its state is on the device.
+            numbers: its seed and its first step.
+            arrays: its elements.
+            began: called before the wait for its end, with an array that is ready then, and the number
+                of its dispatches.
 
         Returns:
             Its emissions, on the host, and an array that is ready when it has finished.
@@ -122,6 +133,8 @@ class Portions:
             emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
             parts.append(emitted)
             numbers = numbers.after(length)
+        if began is not None:
+            began(ticket, len(self.lengths))
         if self._transfers:
             # All copies are started before the first is waited for.
             start_copying([list(part.values()) for part in parts])

@@ -128,7 +128,9 @@ class TrainingProgram:
         )
         self.engine.step = step
         # Outputs and anchors are returned to the caller, and are no records of the run.
-        self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
+        self.journal = Journal(
+            options.run_dir, leaving_out={tap.kind for tap in own_taps}, timed=True
+        )
         paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
         self.feed = HandedFeed(forward.form.spec())
@@ -157,7 +159,8 @@ class TrainingProgram:
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         with within_memory(engine, options.device_iterations):
-            emitted, ready = self.portions.dispatch(engine.loop_state, numbers, blocks)
+            began = self.journal.began
+            emitted, ready = self.portions.dispatch(engine.loop_state, numbers, blocks, began)
         ticket = engine.dispatched(options.device_iterations, emitted, ready)
         self.latest = results = engine.collect(ticket)
         self.journal.add(results)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tailrace.data.array_like import TensorLike
+from tailrace.seams import Package, Seam
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.torchax.versions import check_installed, together
 
@@ -55,6 +56,18 @@ def environment() -> Any:
         from tailrace.torch.torchax.environment import make_environment
 
         return make_environment()
+
+
+def probed() -> tuple[tuple[Package, tuple[Seam, ...]], ...]:
+    """What is relied on in PyTorch and torchax, for `tailrace doctor`; torchax is imported."""
+    with _placeholders(), _side_effects_undone():
+        import torchax.ops.jaten
+        import torchax.tensor
+        import torchax.view  # noqa: F401
+
+    from tailrace.torch import torch_internals
+
+    return torch_internals.packages()
 
 
 def _has_gradient(tensor: TensorLike) -> bool:

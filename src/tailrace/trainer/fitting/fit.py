@@ -263,7 +263,7 @@ class Fit:
             self.stopping = True
             return
         self._pending.append(ticket)
-        self.journal.began(ticket)
+        self.journal.began(ticket.ready)
         # At dispatch, not at collection: it says what the next execution starts from. A failure
         # sets it back.
         progress.steps += length

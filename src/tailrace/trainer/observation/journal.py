@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import jax
+
 from tailrace.devices.processes import distributed
 from tailrace.program.running.compilations import Compilation
 from tailrace.records.columns import ValueFile
@@ -19,7 +21,7 @@ from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
 from tailrace.spans.device_times import DeviceTimes
-from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.executions import Results
 from tailrace.trainer.observation.logged_values import LoggedValues
 
 
@@ -118,10 +120,10 @@ class Journal:
         finally:
             self.records.runs.end()
 
-    def began(self, ticket: Ticket) -> None:
-        """Take in that an execution was dispatched."""
+    def began(self, ready: jax.Array, dispatches: int = 1) -> None:
+        """Take in that an execution was dispatched, in so many parts; `ready` is ready at its end."""
         if self._times is not None:
-            self._times.began(ticket.ready)
+            self._times.began(ready, dispatches)
 
     def training_goes_on(self) -> None:
         """Measure rates from now on: what came before (callbacks, a validation) is not training."""

@@ -67,6 +67,7 @@ def normalised(x: TensorLike, weight: TensorLike, eps: float) -> tuple[Any, Any,
     """Channels at dimension 1, normalised and multiplied by `weight`; their mean and variance."""
     axes = (0, *range(2, x.ndim))
     mean = x.mean(axes, keepdims=True)
+    # From differences: the mean of squares less the square of the mean cancels where the mean is large.
     var = jnp.square(x - mean).mean(axes, keepdims=True)
     scale = jax.lax.rsqrt(var + eps)
     if weight is not None:
