@@ -8,6 +8,7 @@ from made_parts import chosen, execution
 from small_runs import PARAMS, make_trainer, train
 
 import tailrace as tr
+from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.writer import RunWriter
 
 
@@ -255,3 +256,8 @@ def test_options_that_are_not_for_runs(tmp_path):
         tr.diff(first, first, devices=(0, 1))
     with pytest.raises(tr.errors.OptionError, match="takes dtypes for two functions, not for two"):
         tr.diff(first, first, dtypes=(None, None))
+
+
+def test_the_optimizer_computes_its_state_from_gradients():
+    order = ["input/x", "activation/net", "loss", "reduced/w", "optimizer/0/mu/w", "update/w"]
+    assert sorted(reversed(order), key=rank_of) == order

@@ -104,10 +104,15 @@ def _run_bisect(arguments: argparse.Namespace) -> int:
     from tailrace.runs.bisect import bisect as compare
     from tailrace.runs.reader import open_run
 
+    targets = (arguments.first_target, arguments.second_target)
+    if any(targets) and not all(targets):
+        raise OptionError(
+            "To name a tensor both runs are replayed, each with its own trainer and dataset. Give "
+            "--first and --second, or neither; if one script made both runs, give it twice."
+        )
     runs = open_run(arguments.first), open_run(arguments.second)
     found = compare(*runs)
     print(found)
-    targets = (arguments.first_target, arguments.second_target)
     if found and all(targets):
         from tailrace.trainer.lookback.bisect import first_tensor
 
