@@ -108,7 +108,8 @@ def test_a_step_is_not_proved_by_those_before_it(tmp_path):
 def test_recorded_fingerprints_are_compared_by_any_trainer(plain):
     _, folder = plain
     found = trainer_of(fingerprint=False).replay(7, data(), checkpoint=folder)
-    assert found.proved is True
+    assert found, str(found)  # though nothing was observed
+    assert (found.proved, len(found)) == (True, 0)
     assert "fingerprint of parameters" in found.evidence
 
 
@@ -146,6 +147,8 @@ def test_other_data_is_not_taken_for_the_same(plain):
     assert {"parameters", "optimizer", "elements", "loss"} <= groups
     assert "NOT PROVED" in str(found)
     assert "step 7: loss" in str(found)
+    assert "the elements differ: the dataset" in str(found)
+    assert not found
     before = trainer.replay(6, changed, checkpoint=folder)  # its execution goes on to step 8
     assert before.proved is False
     assert before.differences[0].step == 7
@@ -161,7 +164,9 @@ def test_a_changed_program_is_not_taken_for_the_same(plain):
     changed = tr.Trainer(
         other, optax.sgd(0.05, momentum=0.5), mlp(), model_state=STATE, fingerprint=True
     )
-    assert changed.replay(7, data(), checkpoint=folder).proved is False
+    found = changed.replay(7, data(), checkpoint=folder)
+    assert found.proved is False
+    assert "the elements are equal: the model" in str(found)
 
 
 def test_epochs_are_followed(tmp_path):

@@ -19,6 +19,9 @@ ORDER = (
 )
 """The order in which a step computes its tensors, by kind: the first to differ is nearest the cause."""
 
+UPDATING = ORDER.index("accumulated")
+"""The rank of the first kind that a step computes once, after all microbatches."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:

@@ -56,6 +56,8 @@ class Difference:
 class Replay(Mapping[Any, Record]):
     """A replayed step: the records of its taps, by name, and whether it provably equals the original.
 
+    As a condition it is true if it is proved, whatever was observed.
+
     Attributes:
         step: its index.
         loss: its loss.
@@ -77,9 +79,10 @@ class Replay(Mapping[Any, Record]):
         compared: list[str],
         started_at: int,
         changed: Sequence[str] = (),
+        source: str = "checkpoint",
     ) -> None:
         self.step, self.loss, self.started_at = step, loss, started_at
-        self._records = records
+        self._records, self._source = records, source
         self.differences, self.changed = differences, list(changed)
         self.evidence = ", ".join(dict.fromkeys(compared))
         self.proved = not differences if compared else None
@@ -93,6 +96,10 @@ class Replay(Mapping[Any, Record]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def __bool__(self) -> bool:
+        # Not the number of records: `assert trainer.replay(...)` must not pass for want of proof.
+        return self.proved is True
+
     def __str__(self) -> str:
         said = {
             True: f"proved: equal to what was recorded, bit for bit ({self.evidence})",
@@ -100,9 +107,15 @@ class Replay(Mapping[Any, Record]):
             None: "not proved: nothing was recorded of it",
         }[self.proved]
         lines = [
-            f"step {self.step}, loss {self.loss:.7g}, from the checkpoint of {self.started_at}"
+            f"step {self.step}, loss {self.loss:.7g}, from the {self._source} of {self.started_at}"
         ]
         lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        if any(one.what == "elements" for one in self.differences):
+            lines.append(
+                "the elements differ: the dataset or its order is not that of the training"
+            )
+        elif self.differences and "elements" in self.evidence:
+            lines.append("the elements are equal: the model, optimizer, options or machine differ")
         if not self.proved:
             lines += [f"  changed since: {one}" for one in self.changed]
         return "\n".join(lines)
