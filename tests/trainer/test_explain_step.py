@@ -12,6 +12,7 @@ from tailrace.errors import DataError, OptionError
 from tailrace.runs.audit import audit
 from tailrace.trainer.callbacks.callback import Execution
 from tailrace.trainer.lookback import examples
+from tailrace.trainer.lookback.explain_step import _numbered
 
 ROWS, BATCH = 640, 8
 
@@ -156,6 +157,18 @@ def test_rows_that_are_alike_make_no_other_one_stand_out(tmp_path):
     rows = trainer.explain_step(0, data, checkpoint=tmp_path).rows
     assert rows["row"][:2].tolist() == [33, 40]
     assert rows["score"].max() < 1000
+
+
+def test_rows_without_loss_or_gradient_do_not_stand_out():
+    """Padding, or a weight of 0: their logarithms are not finite."""
+    found = np.zeros(8, examples.EXAMPLE)
+    found["position"] = np.arange(8)
+    found["loss"] = found["gradient_norm"] = [1.0, 0.9, 0.0, 1.1, 40.0, 0.0, 1.2, 0.8]
+    rows = _numbered([], (0, 0, 1), found)
+    assert (rows["position"][0], set(rows["position"][-2:])) == (4, {2, 5})
+    assert np.isfinite(rows["score"]).all()
+    found["loss"] = found["gradient_norm"] = 0.0  # a loss that one row alone does not have
+    assert (_numbered([], (0, 0, 1), found)["score"] == 0).all()
 
 
 def test_a_dataset_without_numbered_rows_names_the_element(spiked):

@@ -160,7 +160,12 @@ def _numbered(
     if numbers is not None:
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
-        measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
+        # A row without a loss or gradient (padding, a weight of 0, a margin that is kept) is the least
+        # unusual one: its logarithm must be far below the others, not infinite.
+        tiny = np.finfo(np.float32).tiny
+        measured = [
+            np.log(np.maximum(np.abs(rows[name]), tiny)) for name in ("loss", "gradient_norm")
+        ]
         scores = [robust_scores(each, least=ALIKE) for each in measured]
         # Inputs that a saturated layer hides from the loss. They are often so close together that
         # their spread says nothing, and only those count that are plainly larger.
