@@ -189,8 +189,9 @@ def test_bisect_of_equal_runs(killed, tmp_path):
 
 
 def test_bisect_replays_both_runs_or_none(capsys):
-    assert main(["bisect", "one", "other", "--first", "train.py:make"]) == 2
-    assert "Give --first and --second, or neither" in capsys.readouterr().err
+    for options in (["--first", "train.py:make"], ["--second-checkpoint", "kept"]):
+        assert main(["bisect", "one", "other", *options]) == 2
+        assert "Give --first and --second, or neither" in capsys.readouterr().err
 
 
 def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
@@ -214,6 +215,13 @@ def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
     assert "states are equal before step 8" in said
     assert "the first step with other elements is 9" in said
     assert "the first tensor that differs: 'input/0' in step 9" in said
+    # A run of another machine: its checkpoints are elsewhere here.
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    command = ["bisect", str(folder / "run"), str(tmp_path / "run"), *targets]
+    assert main(command) == 2
+    assert "is no directory here. Give --second-checkpoint DIR" in capsys.readouterr().err
+    assert main([*command, "--second-checkpoint", str(tmp_path / "moved")]) == 1
+    assert "the first tensor that differs: 'input/0' in step 9" in capsys.readouterr().out
 
 
 def remade():

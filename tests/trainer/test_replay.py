@@ -261,6 +261,8 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         trainer.replay(3, data(), checkpoint=None)
     with pytest.raises(DataExhausted, match="this dataset ends before step 6"):
         trainer.replay(7, [*tr.batches((X[:24], Y[:24]), 4)], checkpoint=folder)
+    with pytest.raises(DataExhausted, match="ends before step 6, where the replay starts"):
+        trainer.replay(7, [*tr.batches((X[:8], Y[:8]), 4)], checkpoint=folder)
     with pytest.raises(DataError, match="A state belongs to the recipe that it was saved from"):
         trainer.replay(7, tr.batches((X[:24], Y[:24]), 4), checkpoint=folder)
     with pytest.raises(CheckpointError, match=r"took 1 element .*, and here it takes 2"):

@@ -97,7 +97,7 @@ class Replay(Mapping[Any, Record]):
         return len(self._records)
 
     def __bool__(self) -> bool:
-        # Not the number of records: `assert trainer.replay(...)` must not pass for want of proof.
+        # Not the number of records: `assert trainer.replay(...)` must not pass without proof.
         return self.proved is True
 
     def __str__(self) -> str:

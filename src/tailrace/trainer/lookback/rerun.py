@@ -64,7 +64,14 @@ class Rerun:
         assert isinstance(feed, InfeedQueue)
         self._feed = feed
         put_state(self.engine, arrays, note)
-        bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+        try:
+            bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+        except DataExhausted as error:
+            raise DataExhausted(
+                f"A replay reads the elements that the training read, and this dataset ends before "
+                f"step {self.step}, where the replay starts. Give the dataset that was trained on, "
+                f"from its start."
+            ) from error
         # Saved between two passes: what the fit did next was to read its dataset from the start.
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
@@ -88,7 +95,8 @@ class Rerun:
     def _not_reached(self, step: int) -> CheckpointError:
         return CheckpointError(
             f"A replay is of a step that was trained, and that fit, fit({self._duration}) from step "
-            f"{self._progress.first_step}, ends before step {step}."
+            f"{self._progress.first_step}, ends before step {step}. Steps of a fit without checkpoint= "
+            f"cannot be replayed."
         )
 
     def advance(self, until: int) -> Iterator[Results]:
