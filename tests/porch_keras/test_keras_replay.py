@@ -138,6 +138,15 @@ def test_a_model_of_another_process_finds_the_record_in_later_checkpoints(plain)
     assert last.proved is True
 
 
+def test_recorded_fingerprints_are_compared_by_any_model(plain):
+    folder, fit = plain
+    model = made(fingerprint=False)
+    found = model.replay(10, X, Y, checkpoint=folder, **fit)
+    assert found.proved is True, str(found)
+    assert "fingerprint of parameters" in found.evidence
+    assert not tk.of(model).settings.fingerprint, "as before"
+
+
 def test_a_damaged_later_checkpoint_is_passed_over(plain, tmp_path):
     """Earlier ones know the step too, and prove it."""
     folder, fit = plain
@@ -189,6 +198,8 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         made().replay(99, X, Y, checkpoint=folder, **fit)
     with pytest.raises(CheckpointError, match="' contains none. Give the directory"):
         made().replay(3, X, Y, checkpoint=tmp_path, **fit)
+    with pytest.raises(CheckpointError, match=r"took 1 element .*, and here it takes 3"):
+        made(accumulation=3, execution=3).replay(3, X, Y, checkpoint=folder, **fit)
     with pytest.raises(CheckpointError, match="belongs to another training: batches of an epoch"):
         made().replay(3, X[:40], Y[:40], checkpoint=folder, **fit)
 

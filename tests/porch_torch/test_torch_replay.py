@@ -110,6 +110,12 @@ def test_another_process_finds_the_record_in_later_files(plain):
     assert model.replay(13, calls(12), checkpoint=plain).proved is None
 
 
+def test_recorded_fingerprints_are_compared_by_any_model(plain):
+    found = made(fingerprint=False).replay(7, calls(12), checkpoint=plain)
+    assert found.proved is True, str(found)
+    assert "fingerprint of parameters" in found.evidence
+
+
 def test_what_differs_is_not_taken_for_the_same(plain):
     other = [(x, y * 1.001) for x, y in calls(12)]
     found = made().replay(7, other, checkpoint=plain)
@@ -120,13 +126,19 @@ def test_what_differs_is_not_taken_for_the_same(plain):
 
 def test_what_cannot_be_replayed(plain):
     model = made()
-    for count, last in ((3, 12), (5, 15)):
-        with pytest.raises(DataExhausted, match=f"end before step 17: with step {last}"):
+    for count, steps in ((3, 9), (5, 15)):
+        with pytest.raises(DataExhausted, match=f"end before step 17: they make {steps} steps"):
             model.replay(17, calls(12, count=count), checkpoint=plain)
     with pytest.raises(CheckpointError, match="' starts with step 6. Save"):
         model.replay(5, calls(12), checkpoint=plain)
     with pytest.raises(CheckpointError, match="makes 4 steps, and .* was saved after 6"):
         made(device_iterations=4).replay(7, calls(12), checkpoint=plain)
+    with pytest.raises(OptionError, match="calls is an iterable .* Received: function"):
+        model.replay(7, calls, checkpoint=plain)
+    module, _ = seeded(Noisy)
+    other = tt.training_model(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="saved with Adam, and this model has SGD"):
+        other.replay(7, calls(12), checkpoint=plain)
 
 
 def test_what_is_given_is_checked(tmp_path):

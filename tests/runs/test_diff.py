@@ -8,16 +8,18 @@ from made_parts import chosen, execution
 from small_runs import PARAMS, make_trainer, train
 
 import tailrace as tr
+from tailrace.runs.diff.difference import rank_of
 from tailrace.runs.writer import RunWriter
 
 
-def written(directory, change=None, steps=6):
-    """A run made by hand; `change` is (tensor number, step, by how much)."""
+def written(directory, *changes, steps=6):
+    """A run made by hand; a change is (tensor number, step, by how much)."""
     ones = [chosen("activation/a"), chosen("grad/b", shape=(2,)), chosen("update/c")]
+    ones.append(chosen("optimizer/d"))
     sink = RunWriter(directory)
     with sink.fitting({"catalogue": []}):
         done = execution(0, steps, ones)
-        for number, step, amount in [change] if change else []:
+        for number, step, amount in changes:
             done.parts[number].value[step] += np.float32(amount)
         sink.execution(done)
     return directory
@@ -27,7 +29,7 @@ def test_equal_runs(tmp_path):
     first, second = written(tmp_path / "a"), written(tmp_path / "b")
     found = tr.diff(first, tr.open_run(second))
     assert not found
-    assert str(found) == "No difference in 4 tensors."
+    assert str(found) == "No difference in 5 tensors."
 
 
 @pytest.mark.parametrize("amount", [0.5, float("nan"), float("inf")])
@@ -37,6 +39,18 @@ def test_the_first_step_and_tensor(tmp_path, amount):
     assert (found.tensor, found.step, found.kind) == ("grad/b", 3, "tensor")
     assert found.largest == (0.5 if amount == 0.5 else np.inf)
     assert "They first differ in step 3, microbatch 0 at grad/b (tensor): 3" in str(found)
+
+
+def test_the_update_comes_after_the_gradients(tmp_path):
+    """The optimizer's state is that after the step: it is not the cause of other gradients."""
+    names = ["activation/a", "grad/b", "optimizer/d", "update/c"]
+    order = [0, 1, 3, 2]
+    first = written(tmp_path / "a")
+    for begin in (0, 2):
+        changes = [(number, 3, 0.5) for number in order[begin:]]
+        second = written(tmp_path / str(begin), *changes)
+        assert tr.diff(first, second).tensor == names[begin]
+    assert sorted(reversed(names), key=rank_of) == names
 
 
 def test_tolerances(tmp_path):

@@ -1,5 +1,7 @@
 """Audit and bisect: which elements were consumed, and where two runs part."""
 
+import contextlib
+
 import numpy as np
 import optax
 import pytest
@@ -69,6 +71,29 @@ def test_kills_leave_it_clean(killed):
     )  # two went on from one checkpoint
     assert found.passes == [(0, 0, 0, 24), (0, 1, 0, 24), (0, 2, 0, 24)]
     assert "every element was consumed once, in order" in str(found)
+
+
+def test_a_resume_with_another_split_of_a_step(tmp_path):
+    # Two replicas, then two microbatches: rows of the run keep the split that it began with.
+    for number, options in enumerate(({"replicas": 2}, {"accumulation": 2})):
+        trainer = tr.Trainer(
+            lambda p, x, y: mlp_loss(p, x, y)[0],
+            optax.sgd(0.05),
+            mlp(),
+            steps_per_execution=2,
+            fingerprint=True,
+            run_dir=tmp_path / "run",
+            **options,
+        )
+        kept = tr.Checkpoint(tmp_path / "kept", every=2)
+        with contextlib.suppress(OSError):
+            trainer.fit(data(), 6, checkpoint=kept, callbacks=[] if number else [Stop(4)])
+    run = tr.open_run(tmp_path / "run")
+    assert run.history.each("loss").shape == (6, 1, 2)
+    losses = trainer.history.each("loss")
+    np.testing.assert_array_equal(run.history.each("loss").reshape(losses.shape), losses)
+    found = audit(run, data())
+    assert (found.is_clean, found.resumes, found.compared) == (True, 1, 12), str(found)
 
 
 def test_the_command_says_it_with_its_exit_code(killed, capsys):
@@ -163,6 +188,12 @@ def test_bisect_of_equal_runs(killed, tmp_path):
     assert main(["bisect", str(folder / "run"), str(tmp_path / "run")]) == 0
 
 
+def test_bisect_replays_both_runs_or_none(capsys):
+    for options in (["--first", "train.py:make"], ["--second-checkpoint", "kept"]):
+        assert main(["bisect", "one", "other", *options]) == 2
+        assert "Give --first and --second, or neither" in capsys.readouterr().err
+
+
 def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
     _, folder = killed
     changed = np.array(X)
@@ -184,6 +215,13 @@ def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
     assert "states are equal before step 8" in said
     assert "the first step with other elements is 9" in said
     assert "the first tensor that differs: 'input/0' in step 9" in said
+    # A run of another machine: its checkpoints are elsewhere here.
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    command = ["bisect", str(folder / "run"), str(tmp_path / "run"), *targets]
+    assert main(command) == 2
+    assert "is no directory here. Give --second-checkpoint DIR" in capsys.readouterr().err
+    assert main([*command, "--second-checkpoint", str(tmp_path / "moved")]) == 1
+    assert "the first tensor that differs: 'input/0' in step 9" in capsys.readouterr().out
 
 
 def remade():

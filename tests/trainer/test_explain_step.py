@@ -10,7 +10,9 @@ import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply
 from tailrace.errors import DataError, OptionError
 from tailrace.runs.audit import audit
+from tailrace.trainer.callbacks.callback import Execution
 from tailrace.trainer.lookback import examples
+from tailrace.trainer.lookback.explain_step import _numbered
 
 ROWS, BATCH = 640, 8
 
@@ -61,6 +63,13 @@ def test_the_row_is_named(spiked):
     assert found.rows["score"][0] > 2 * found.rows["score"][1]
     assert found.grew_first == "reduced/hidden/bias" or found.grew_first.startswith("reduced/")
     assert f"row {row} of the dataset" in str(found)
+
+
+def test_what_grew_is_known_at_a_checkpoint_too(spiked):
+    trainer, data, _, _, folder = spiked
+    found = trainer.explain_step(20, data, checkpoint=folder)  # there is a checkpoint of step 20
+    assert found.proved is True
+    assert "activation/net" in found.growth
 
 
 def test_the_numbers_are_those_of_plain_jax(spiked):
@@ -150,6 +159,18 @@ def test_rows_that_are_alike_make_no_other_one_stand_out(tmp_path):
     assert rows["score"].max() < 1000
 
 
+def test_rows_without_loss_or_gradient_do_not_stand_out():
+    """Padding, or a weight of 0: their logarithms are not finite."""
+    found = np.zeros(8, examples.EXAMPLE)
+    found["position"] = np.arange(8)
+    found["loss"] = found["gradient_norm"] = [1.0, 0.9, 0.0, 1.1, 40.0, 0.0, 1.2, 0.8]
+    rows = _numbered([], (0, 0, 1), found)
+    assert (rows["position"][0], set(rows["position"][-2:])) == (4, {2, 5})
+    assert np.isfinite(rows["score"]).all()
+    found["loss"] = found["gradient_norm"] = 0.0  # a loss that one row alone does not have
+    assert (_numbered([], (0, 0, 1), found)["score"] == 0).all()
+
+
 def test_a_dataset_without_numbered_rows_names_the_element(spiked):
     trainer, data, row, step, folder = spiked
     found = trainer.explain_step(step, list(data), checkpoint=folder)
@@ -182,7 +203,18 @@ def test_on_spike_stops_where_the_loss_jumps(spiked):
     assert again.spikes == watch.spikes
 
 
+def test_a_loss_that_is_not_finite_is_one_spike():
+    watch = tr.on_spike()
+    for first, losses in ((0, [1.0, np.nan]), (2, [np.inf, np.nan, 1.0]), (5, [1.0, np.nan])):
+        execution = Execution(first, len(losses), {"loss": np.array(losses)})
+        watch.on_execution_end(None, execution)
+    assert [spike.step for spike in watch.spikes] == [1, 6]
+    assert str(watch.spikes[0]) == "step 1: loss nan, not finite"
+
+
 def test_spikes_that_cannot_be():
+    with pytest.raises(OptionError, match=r"least is at most window.*least=20, window=10"):
+        tr.on_spike(window=10)
     with pytest.raises(OptionError, match="'note', 'stop', or calls a function"):
         tr.on_spike("explode")
     with pytest.raises(OptionError, match=r"score is a number greater than 0\. Received: score=0"):

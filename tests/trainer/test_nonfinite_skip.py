@@ -96,6 +96,8 @@ def test_a_guard_that_stops_wins():
 def test_what_cannot_be():
     with pytest.raises(OptionError, match="on_nonfinite is 'stop' or 'skip'"):
         trainer_of(on_nonfinite="ignore")
+    with pytest.raises(OptionError, match="A bundle is of the step that stops the training"):
+        tr.stop_on_nonfinite(on_nonfinite="skip", bundle="bundle")
     with pytest.raises(OptionError, match="limit must be a whole number >= 0 .steps."):
         tr.stop_on_nonfinite(limit=-1)
 
@@ -119,6 +121,7 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     assert np.isnan(found["loss"].values).any()
     assert_bits_equal(found["param/out"].values[0], np.asarray(trainer.params["out"]))
     assert (found.step, found.proved) == (trainer.step, None)
+    assert f"from the bundle of {found.step}" in str(found)
     assert other.step == 0
     with pytest.raises(CheckpointError, match="is not a bundle, or is damaged"):
         other.replay_bundle(tmp_path, regression(1)[0])

@@ -86,6 +86,33 @@ def plain(tmp_path_factory):
     return trainer, folder
 
 
+class Failure(tr.Callback):
+    def on_execution_end(self, trainer, execution):
+        if trainer.step >= 6:
+            raise OSError("the machine goes away")
+
+
+def test_a_step_is_not_proved_by_those_before_it(tmp_path):
+    trainer = trainer_of()
+    with pytest.raises(OSError, match="goes away"):
+        trainer.fit(data(), steps=12, checkpoint=tmp_path, callbacks=[Failure()])
+    assert trainer.replay(5, data(), checkpoint=tmp_path).proved is True
+    beyond = trainer.replay(6, data(), checkpoint=tmp_path)  # steps 0 to 5 are equal
+    assert (beyond.proved, beyond.differences) == (None, [])
+    assert "nothing was recorded of it" in str(beyond)
+    assert trainer.explain_step(6, data(), checkpoint=tmp_path).proved is None
+    assert trainer.rewind(7, data(), checkpoint=tmp_path) is None
+    assert trainer.rewind(0, data(), checkpoint=tmp_path) is True
+
+
+def test_recorded_fingerprints_are_compared_by_any_trainer(plain):
+    _, folder = plain
+    found = trainer_of(fingerprint=False).replay(7, data(), checkpoint=folder)
+    assert found, str(found)  # though nothing was observed
+    assert (found.proved, len(found)) == (True, 0)
+    assert "fingerprint of parameters" in found.evidence
+
+
 def test_a_trainer_of_another_process_finds_the_record_in_later_checkpoints(plain):
     _, folder = plain
     found = trainer_of().replay(7, data(), checkpoint=folder)
@@ -120,6 +147,8 @@ def test_other_data_is_not_taken_for_the_same(plain):
     assert {"parameters", "optimizer", "elements", "loss"} <= groups
     assert "NOT PROVED" in str(found)
     assert "step 7: loss" in str(found)
+    assert "the elements differ: the dataset" in str(found)
+    assert not found
     before = trainer.replay(6, changed, checkpoint=folder)  # its execution goes on to step 8
     assert before.proved is False
     assert before.differences[0].step == 7
@@ -135,7 +164,9 @@ def test_a_changed_program_is_not_taken_for_the_same(plain):
     changed = tr.Trainer(
         other, optax.sgd(0.05, momentum=0.5), mlp(), model_state=STATE, fingerprint=True
     )
-    assert changed.replay(7, data(), checkpoint=folder).proved is False
+    found = changed.replay(7, data(), checkpoint=folder)
+    assert found.proved is False
+    assert "the elements are equal: the model" in str(found)
 
 
 def test_epochs_are_followed(tmp_path):
@@ -179,6 +210,14 @@ def test_without_fingerprints_losses_are_compared(tmp_path):
     trainer.fit(data(), steps=6, checkpoint=tmp_path)
     found = trainer.replay(4, data(), checkpoint=tmp_path)
     assert (found.proved, found.evidence) == (True, "loss")
+    # The loss of the first step is that of the checkpoint's parameters, whatever the optimizer does.
+    other = optax.sgd(0.06, momentum=0.5)
+    changed = tr.Trainer(loss_fn, other, mlp(), model_state=STATE)
+    found = changed.replay(0, data(), checkpoint=tmp_path)
+    assert [one.step for one in found.differences] == [1]
+    # A later fit has other data: its losses prove nothing of this one.
+    trainer.fit(tr.batches((X + 1, Y), 4), steps=2, checkpoint=tmp_path)
+    assert trainer.replay(5, data(), checkpoint=tmp_path).proved is True
 
 
 def test_a_pipeline(tmp_path):
@@ -222,8 +261,12 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         trainer.replay(3, data(), checkpoint=None)
     with pytest.raises(DataExhausted, match="this dataset ends before step 6"):
         trainer.replay(7, [*tr.batches((X[:24], Y[:24]), 4)], checkpoint=folder)
+    with pytest.raises(DataExhausted, match="ends before step 6, where the replay starts"):
+        trainer.replay(7, [*tr.batches((X[:8], Y[:8]), 4)], checkpoint=folder)
     with pytest.raises(DataError, match="A state belongs to the recipe that it was saved from"):
         trainer.replay(7, tr.batches((X[:24], Y[:24]), 4), checkpoint=folder)
+    with pytest.raises(CheckpointError, match=r"took 1 element .*, and here it takes 2"):
+        trainer_of(accumulation=2).replay(7, data(), checkpoint=folder)
     other = tr.Trainer(loss_fn, optax.sgd(0.05), mlp(), model_state=STATE)
     with pytest.raises(CheckpointError, match="does not have the form of the trainer's"):
         other.replay(7, data(), checkpoint=folder)

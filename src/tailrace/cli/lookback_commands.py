@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
@@ -11,6 +12,7 @@ from tailrace.errors import OptionError
 
 if TYPE_CHECKING:
     from tailrace.records.record import Record
+    from tailrace.runs.reader import Run
 
 
 def replay(subparsers: Subparsers) -> None:
@@ -40,12 +42,7 @@ def _run_replay(arguments: argparse.Namespace) -> int:
     from tailrace.trainer.lookback.replay import replay as run_again
 
     run = open_run(arguments.directory)
-    where = arguments.checkpoint or run.info.get("checkpoint")
-    if where is None:
-        raise OptionError(
-            f"A replay starts from a checkpoint, and the run {arguments.directory!r} names no "
-            f"directory of them. Give --checkpoint DIR."
-        )
+    where = _checkpoints_of(run, arguments.checkpoint, "--checkpoint")
     # The user's function last: it may load data for minutes, and a wrong path is found before.
     trainer, dataset = _made(arguments.target)
     recorded = Recorded().add_run(run)
@@ -97,6 +94,11 @@ def bisect(subparsers: Subparsers) -> None:
             metavar="MODULE:FUNCTION",
             help=f"the function that made trainer and dataset of the {name[2:]} run",
         )
+        parser.add_argument(
+            f"{name}-checkpoint",
+            metavar="DIR",
+            help=f"the directory of checkpoints of the {name[2:]} run (as the run says)",
+        )
     parser.set_defaults(run=_run_bisect)
 
 
@@ -104,18 +106,28 @@ def _run_bisect(arguments: argparse.Namespace) -> int:
     from tailrace.runs.bisect import bisect as compare
     from tailrace.runs.reader import open_run
 
+    targets = (arguments.first_target, arguments.second_target)
+    given = (*targets, arguments.first_checkpoint, arguments.second_checkpoint)
+    if any(given) and not all(targets):
+        raise OptionError(
+            "To name a tensor both runs are replayed, each with its own trainer and dataset. Give "
+            "--first and --second, or neither; if one script made both runs, give it twice."
+        )
     runs = open_run(arguments.first), open_run(arguments.second)
     found = compare(*runs)
     print(found)
-    targets = (arguments.first_target, arguments.second_target)
     if found and all(targets):
         from tailrace.trainer.lookback.bisect import first_tensor
 
+        kept = [
+            _checkpoints_of(runs[0], arguments.first_checkpoint, "--first-checkpoint"),
+            _checkpoints_of(runs[1], arguments.second_checkpoint, "--second-checkpoint"),
+        ]
         made = [_made(target) for target in targets]
         # Up to the first loss that differs, or the end of the execution that does: both bound the
         # search, and the earlier one is closer.
         last = [end for end in (found.step, found.ended and found.ended - 1) if end is not None]
-        sides = list(zip(runs, made, strict=True))
+        sides = list(zip(kept, made, strict=True))
         print(first_tensor(found.equal_until, min(last), sides))
     return 1 if found else 0
 
@@ -131,6 +143,22 @@ def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None
         help="a function without arguments that returns (trainer, dataset); MODULE may be a file, "
         "train.py:make" + (". With it, contents are compared too" if optional else ""),
     )
+
+
+def _checkpoints_of(run: Run, given: str | None, option: str) -> str:
+    """The directory of a run's checkpoints: the given one, or the one that the run names."""
+    named = run.info.get("checkpoint")
+    if given is None and named is None:
+        raise OptionError(
+            f"A replay starts from a checkpoint, and the run {str(run.directory)!r} names no directory "
+            f"of them. Give {option} DIR, or train with fit(checkpoint=...)."
+        )
+    if given is None and not os.path.isdir(str(named)):
+        raise OptionError(
+            f"The checkpoints of the run {str(run.directory)!r} were written to {str(named)!r}, and "
+            f"that is no directory here. Give {option} DIR."
+        )
+    return str(named) if given is None else given
 
 
 def _made(target: str) -> tuple[Any, Any]:

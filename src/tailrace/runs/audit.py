@@ -262,7 +262,11 @@ def _compare(rows: list[Row], contents: list[np.ndarray], dataset: object, found
             if number >= len(expected) or expected[number] != digest:
                 # Where the content is instead tells a shifted dataset from a changed one.
                 where = [i for i, other in enumerate(expected) if other == digest]
-                other = f"it is that of element {where[0]}" if where else "the dataset has no such"
+                other = (
+                    f"it is that of element {where[0]}"
+                    if where
+                    else "the dataset has no such element"
+                )
                 found.findings.append(
                     f"epoch {epoch}, step {step}: element {number} has another content than in the "
                     f"dataset; {other}"

@@ -180,6 +180,12 @@ class StopOnNonfinite:
         check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
         if self.bundle is not None:
             check_path("bundle", self.bundle)
+            if self.skips:
+                raise OptionError(
+                    "A bundle is of the step that stops the training, and on_nonfinite='skip' goes on "
+                    "after it. Give bundle= with on_nonfinite='stop', or look at a step that was "
+                    "skipped with trainer.replay."
+                )
 
     @property
     def skips(self) -> bool:
@@ -236,7 +242,7 @@ def stop_on_nonfinite(
         on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` lists it, and
             training continues.
         limit: the number of steps of a fit that may be skipped before it stops.
-        bundle: a new directory to write the bad step to when training stops: the state before it, its
+        bundle: with "stop", a new directory to write the bad step to: the state before it, its
             elements, seed and step; `trainer.replay_bundle` runs it on another machine.
 
     The device checks every step, and the host reads the checks when an execution has ended. After a bad

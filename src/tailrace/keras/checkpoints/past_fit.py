@@ -166,8 +166,9 @@ def replay_fit(
     """
     start = nearest(checkpoint, step)
     kept, directory = start.kept, start.directory
-    past = PastFit(kept, step, _recorded(adopted, directory, step))
-    with _apart(adopted, past, observe):
+    recorded = _recorded(adopted, directory, step)
+    past = PastFit(kept, step, recorded)
+    with _apart(adopted, past, observe, bool(recorded.executions)):
         fit_kept(adopted, past, pacing, call)
     found = past.replayed.found
     if found is None:
@@ -205,7 +206,9 @@ def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) ->
 
 
 @contextmanager
-def _apart(adopted: AnyAdopted, past: PastFit, observe: Observe) -> Iterator[None]:
+def _apart(
+    adopted: AnyAdopted, past: PastFit, observe: Observe, fingerprint: bool
+) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
     # Arrays are immutable, so keeping references is enough: nothing is copied.
@@ -214,7 +217,8 @@ def _apart(adopted: AnyAdopted, past: PastFit, observe: Observe) -> Iterator[Non
     random, programs, active = random_state(), adopted.programs, adopted.active
     seen = {name: getattr(model, name, None) for name in ("history", "stop_training")}
     function, taps, run_dir = model.train_function, settings.observe, settings.run_dir
-    own = [taps] if isinstance(taps, str) else [*taps]
+    own, marks = [taps] if isinstance(taps, str) else [*taps], settings.fingerprint
+    settings.fingerprint = marks or fingerprint
     settings.observe, settings.run_dir = looking_back(own, observe), None
     # Keras makes a function where there is none: it is then that of `PastTraining`.
     adopted.past, adopted.programs, model.train_function = past, dict(programs), None
@@ -224,6 +228,7 @@ def _apart(adopted: AnyAdopted, past: PastFit, observe: Observe) -> Iterator[Non
     finally:
         adopted.past, adopted.programs, adopted.active = None, programs, active
         settings.observe, settings.run_dir, model.train_function = taps, run_dir, function
+        settings.fingerprint = marks
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         for name, value in seen.items():

@@ -14,10 +14,13 @@ from tailrace.messages import shown
 from tailrace.records.record import Record
 
 ORDER = (
-    *("input", "param", "buffer", "optimizer", "activation", "loss", "output", "aux", "cotangent"),
-    *("grad", "accumulated", "reduced", "update", "updated", "history"),
+    *("input", "param", "buffer", "activation", "loss", "output", "aux", "cotangent"),
+    *("grad", "accumulated", "reduced", "optimizer", "update", "updated", "history"),
 )
 """The order in which a step computes its tensors, by kind: the first to differ is nearest the cause."""
+
+UPDATING = ORDER.index("accumulated")
+"""The rank of the first kind that a step computes once, after all microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)

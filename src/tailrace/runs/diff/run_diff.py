@@ -16,7 +16,14 @@ from tailrace.errors import OptionError
 from tailrace.records.history import History
 from tailrace.records.record import Record
 from tailrace.records.records import HasRecords
-from tailrace.runs.diff.difference import Difference, common_rows, completed, first_row, rank_of
+from tailrace.runs.diff.difference import (
+    UPDATING,
+    Difference,
+    common_rows,
+    completed,
+    first_row,
+    rank_of,
+)
 from tailrace.runs.diff.functions import Called, Named, diff_functions
 from tailrace.runs.diff.renaming import Names, renamed
 from tailrace.runs.reader import Run, open_run
@@ -131,8 +138,10 @@ def _diff_runs(
         parted = first_row(one, other, left, right, rtol, atol)
         if parted is None:
             continue
-        # By time first, then by the order of a step: what differs first is nearest to the cause.
-        rank = (parted.step, parted.microbatch, rank_of(key[0]), number)
+        # By time first, then by the order of a step: what differs first is nearest to the cause. What
+        # is computed once from all microbatches (microbatch -1) comes after them.
+        kind = rank_of(key[0])
+        rank = (parted.step, kind >= UPDATING, parted.microbatch, kind, number)
         if found is None or rank < least:
             found, least = parted, rank
     if not seen:

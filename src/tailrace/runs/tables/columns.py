@@ -108,6 +108,10 @@ class Columns:
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
+    def form(self, name: str) -> tuple[int, ...]:
+        """The shape of one row of a column."""
+        return self._arrays[name].shape[1:]
+
     def append(self, count: int, values: dict[str, np.ndarray]) -> None:
         """Buffer `count` rows; columns not in `values` get their fill value."""
         for name, rows in values.items():

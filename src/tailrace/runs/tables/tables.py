@@ -187,34 +187,36 @@ class HistoryTable:
         elements: np.ndarray | None = None,
     ) -> None:
         """Buffer the steps of one execution."""
-        columns, shape = self.columns, next(iter(scalars.values())).shape
+        columns, (count, *given) = self.columns, next(iter(scalars.values())).shape
         dims = ("microbatch", "replica")
         if "step" not in columns:
             columns.add_column("step", np.dtype(np.int64), (), ())
-            for dim, length in zip(dims, shape[1:], strict=True):
+            for dim, length in zip(dims, given, strict=True):
                 columns.add_fixed(dim, np.arange(length), [dim])
+        # A resumed fit may split a step otherwise into microbatches and replicas. Its elements are
+        # numbered as before, so rows keep the split that the run began with; without this, they would
+        # be broadcast to it.
+        split = columns.form("metric0") if "metric0" in columns else tuple(given)
         if weights is not None and "weight" not in columns:
-            columns.add_column("weight", weights.dtype, shape[1:], dims)
-        rows = {"step": first_step + np.arange(shape[0])}
+            columns.add_column("weight", weights.dtype, split, dims)
+        rows = {"step": first_step + np.arange(count)}
         if elements is not None:
             if "elements" not in columns:
-                columns.add_column("elements", elements.dtype, shape[1:], dims)
-            rows["elements"] = elements
+                columns.add_column("elements", elements.dtype, split, dims)
+            rows["elements"] = elements.reshape(count, *split)
         for name, values in scalars.items():
             # A metric may appear in a later fit; earlier rows then have the fill value.
             if name not in self._numbers:
                 number = self._numbers[name] = len(self._numbers)
                 about = {"long_name": name}
-                columns.add_column(
-                    f"metric{number}", values.dtype, shape[1:], dims, attributes=about
-                )
+                columns.add_column(f"metric{number}", values.dtype, split, dims, attributes=about)
                 # Buffered like everything else, and written before the counts: a reader never sees
                 # a column that it has no name for.
                 columns.group.attrs.put(sealed({"names": list(self._numbers)}))
-            rows[f"metric{self._numbers[name]}"] = values
+            rows[f"metric{self._numbers[name]}"] = values.reshape(count, *split)
         if weights is not None:
-            rows["weight"] = weights
-        columns.append(shape[0], rows)
+            rows["weight"] = weights.reshape(count, *split)
+        columns.append(count, rows)
 
 
 class ExecutionTable:

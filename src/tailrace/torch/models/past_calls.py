@@ -76,6 +76,7 @@ class PastCalls:
         checkpoint: a file that `save` wrote, or a directory of them.
         step: the step to look at.
         log: what the model knows of its calls.
+        kind: the class of its optimizer.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class PastCalls:
         checkpoint: str | os.PathLike[str],
         step: int,
         log: CallLog | None,
+        kind: str,
     ) -> None:
         check_step(step)
-        self._options, self._step = options, step
+        self._options, self._step, self._made = options, step, 0
         files = _files(checkpoint)
         before = [file for file in files if file[0] <= step]
         if not before:
@@ -103,6 +105,12 @@ class PastCalls:
                 f"trained with."
             )
         self._trees, self._note = read_state(file, {"step": int, "seed": int})
+        if self._note.get("optimizer", kind) != kind:
+            raise CheckpointError(
+                f"A replay makes the updates of the training again. {str(file)!r} was saved with "
+                f"{self._note['optimizer']}, and this model has {kind}. Make the model with the "
+                f"optimizer that it was trained with."
+            )
         # A later file knows more calls than this model, which may have been loaded from an earlier one.
         if log is None or step not in log.history.steps:
             later = [path for number, path in files if number > step]
@@ -113,7 +121,13 @@ class PastCalls:
     def skipped(self, calls: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
         """The arguments of the calls from the file on."""
         count = self.started_at // self._options.device_iterations
+        if not isinstance(calls, Iterable):
+            raise OptionError(
+                f"calls is an iterable of the arguments of each call, such as a loader or a list. "
+                f"Received: {type(calls).__name__}."
+            )
         for number, call in enumerate(calls):
+            self._made = number + 1
             if number >= count:
                 yield tuple(call) if isinstance(call, tuple | list) else (call,)
 
@@ -126,7 +140,7 @@ class PastCalls:
             recorded.add_history(log.history)
         replayed = HandedReplay(self._step, recorded, self._note)
         # An engine of its own: replaying must not move the model that trains.
-        engine = program.twin(observe, self._state())
+        engine = program.twin(observe, self._state(), bool(recorded.executions))
         engine.seed, engine.step = int(self._note["seed"]), self.started_at
         feed = program.feed
         for call in calls:
@@ -141,15 +155,16 @@ class PastCalls:
             if replayed.done:
                 break
         if replayed.found is None:
-            raise self.ended(engine.step)
+            raise self.ended()
         return replayed.found
 
-    def ended(self, step: int) -> DataExhausted:
+    def ended(self) -> DataExhausted:
         """The error for calls that end before the step that is wanted."""
+        steps = self._made * self._options.device_iterations
         return DataExhausted(
             f"A replay makes the calls of the training again, and these end before step "
-            f"{self._step}: with step {step}. Give the arguments of all calls, from the first one "
-            f"that the model made."
+            f"{self._step}: they make {steps} steps. Give the arguments of all calls, from the first "
+            f"one that the model made."
         )
 
     def _state(self) -> TrainState:

@@ -193,11 +193,12 @@ class TrainingModel(FollowingModel):
             CheckpointError: no file is from before the step.
             DataExhausted: the calls end before the step.
         """
-        past = PastCalls(self._options, checkpoint, step, self._log)
+        kind = type(self.optimizer).__name__
+        past = PastCalls(self._options, checkpoint, step, self._log, kind)
         rest = past.skipped(calls)
         first = next(rest, None)
         if first is None:
-            raise past.ended(past.started_at)
+            raise past.ended()
         if self._program is None:
             self._before_call()
             self._build(first, {})

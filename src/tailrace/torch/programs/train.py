@@ -199,9 +199,9 @@ class TrainingProgram:
         factor = state.optimizer_state[FACTOR]
         return state._replace(params={**state.params, FACTOR: factor})
 
-    def twin(self, observe: Observe, state: TrainState) -> Engine:
+    def twin(self, observe: Observe, state: TrainState, fingerprint: bool) -> Engine:
         """An engine for the same model, with other taps, in this state."""
-        twin = twin_of(self.engine, observe)
+        twin = twin_of(self.engine, observe, fingerprint)
         twin.state = self._whole(state)
         return twin
 

@@ -34,9 +34,9 @@ class Spike:
     score: float
 
     def __str__(self) -> str:
-        return (
-            f"step {self.step}: loss {self.loss:.5g}, {self.score:.1f} deviations above the median"
-        )
+        far = f"{self.score:.1f} deviations above the median"
+        how = far if np.isfinite(self.loss) else "not finite"
+        return f"step {self.step}: loss {self.loss:.5g}, {how}"
 
 
 class OnSpike(Callback):
@@ -63,6 +63,11 @@ class OnSpike(Callback):
         self._score = check_number("score", score, positive=True, error=OptionError)
         self._least = check_count("least", least, at_least=1, error=OptionError)
         window = check_count("window", window, at_least=1, error=OptionError)
+        if least > window:
+            raise OptionError(
+                f"least is at most window: with fewer steps than it there is no decision. Received: "
+                f"least={least}, window={window}."
+            )
         self._window: deque[float] = deque(maxlen=window)
         self.spikes: list[Spike] = []
 
@@ -72,6 +77,11 @@ class OnSpike(Callback):
         losses = [float(loss) for loss in execution.values["loss"]]
         most = self._window.maxlen or len(self._window)
         scores = moving_scores(losses, self._window, most, self._least)
+        # NaN and Inf need no comparison, so they need no previous steps either. Those that follow one
+        # are its consequence: a diverged fit has one spike, not one in each step.
+        bad = ~np.isfinite([*list(self._window)[-1:], *losses])
+        bad, after = bad[-len(losses) :], np.append(False, bad)[-len(losses) - 1 : -1]
+        scores[bad] = np.where(after[bad], 0.0, np.inf)
         # Spikes too: scores are by medians, which one outlier does not move.
         self._window.extend(losses)
         for number in np.flatnonzero(scores > self._score):
@@ -112,14 +122,15 @@ def on_spike(
     """A callback that detects steps whose loss is far above the previous ones.
 
     The score is the distance to the median of the previous steps, divided by the median of their
-    distances to it, so that one spike does not hide the next. A loss that is not finite is a spike.
+    distances to it, so that one spike does not hide the next. A loss that is not finite is a spike, in
+    any step; further ones directly after it are not reported.
 
     Args:
         then: "note" logs it, "stop" ends the fit after that execution, and a function is called with
             the trainer and the `Spike`.
         score: the smallest score of a spike.
         window: the number of previous steps to compare with.
-        least: the fewest previous steps for a decision.
+        least: the fewest previous steps for a decision; at most `window`.
 
     Raises:
         OptionError: an argument has an invalid value.

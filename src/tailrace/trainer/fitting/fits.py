@@ -55,8 +55,8 @@ class Fits:
         """Raise an error if a fit is running: there is one state, and one place in it."""
         if self._running is not None:
             raise ProgramError(
-                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
-                "or make a second trainer."
+                "A trainer runs one fit at a time, and one is running. Call this after it has ended (a "
+                "callback ends it with trainer.stop()), or make a second trainer."
             )
 
     def stop(self) -> None:

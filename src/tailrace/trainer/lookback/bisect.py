@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tailrace.errors import CheckpointError
 from tailrace.runs.diff.difference import rank_of
-from tailrace.runs.reader import Run
 from tailrace.taps.bit_digests import bit_digest, joined
 from tailrace.taps.tap import Tap
 from tailrace.trainer.callbacks.callback import AnyTrainer
@@ -34,16 +32,16 @@ class FirstTensor:
 
 
 def first_tensor(
-    from_step: int, until: int, sides: Sequence[tuple[Run, tuple[AnyTrainer, object]]]
+    from_step: int, until: int, sides: Sequence[tuple[str, tuple[AnyTrainer, object]]]
 ) -> FirstTensor:
     """Replay steps in two runs until a tensor differs.
 
     Args:
         from_step: states are equal before it.
         until: the last step to look at.
-        sides: for each run, its trainer and dataset.
+        sides: for each run, its directory of checkpoints, and its trainer and dataset.
     """
-    reruns = [_rerun(from_step, run, *made) for run, made in sides]
+    reruns = [_rerun(from_step, where, *made) for where, made in sides]
     with reruns[0].closing(), reruns[1].closing():
         for rerun in reruns:
             for _ in rerun.advance(from_step):
@@ -61,13 +59,7 @@ def first_tensor(
     return FirstTensor(until, None)
 
 
-def _rerun(step: int, run: Run, trainer: AnyTrainer, dataset: object) -> Rerun:
-    where = run.info.get("checkpoint")
-    if where is None:
-        raise CheckpointError(
-            f"To name a tensor both runs are replayed from checkpoints, and {str(run.directory)!r} was "
-            f"trained without. Train with fit(checkpoint=...)."
-        )
+def _rerun(step: int, where: str, trainer: AnyTrainer, dataset: object) -> Rerun:
     start = nearest(where, step)
     # Digests, not tensors: all of them, of every step that is looked at.
     taps = [Tap("*", reduce=bit_digest)]

@@ -43,5 +43,5 @@ def replay_bundle(
         results = twin.collect(twin.dispatch(1, following=0, period=1))
     finally:
         feed.rest()
-    loss = float(np.mean(results.scalars["loss"]))
-    return Replay(int(note["step"]), loss, results.records, [], [], int(note["step"]))
+    loss, step = float(np.mean(results.scalars["loss"])), int(note["step"])
+    return Replay(step, loss, results.records, [], [], step, source="bundle")

@@ -18,8 +18,7 @@ from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, nearest, recorded_in
-from tailrace.trainer.lookback.rerun import Rerun
+from tailrace.trainer.lookback.replay import Comparison, known_of, nearest
 
 _PLACE, _MEASURED = EXAMPLE.descr[:2], EXAMPLE.descr[2:]
 ROW = np.dtype([*_PLACE, ("row", np.int64), *_MEASURED, ("score", np.float64)])
@@ -101,17 +100,12 @@ def explain_step(
     fits: int | None = None,
 ) -> StepExplanation:
     """Run a past step again, example by example; see `tr.Trainer.explain_step`."""
-    start = nearest(checkpoint, step, fits)
-    (arrays, note), directory = start.fit(), start.directory
-    if step not in recorded.losses:
-        recorded = recorded_in(directory, step, recorded, engine)
+    start = nearest(checkpoint, step, fits, margin=BEFORE)
+    recorded = known_of(start, step, recorded, engine)
     # Gradients whole, because each row is compared with their direction; of all other tensors the
     # norm, which shows what grew.
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
-    rerun, comparison = (
-        Rerun(engine, taps, dataset, arrays, note, directory.directory),
-        Comparison(recorded),
-    )
+    rerun, comparison = start.rerun(engine, taps, dataset, recorded), Comparison(recorded)
     rerun.check(step)
     before = []
     with rerun.closing():
@@ -128,7 +122,7 @@ def explain_step(
         gradients = [record.values[0] for (_, kind), record in records.items() if kind == "tensor"]
         elements, spec = rerun.elements, rerun.spec
         found = example_gradients(rerun.engine, state, gradients, elements, spec)
-    proved = not comparison.differences if comparison.compared else None
+    proved = comparison.proved(step, step + 1)
     rows = _numbered(dataset, results.reading, found)
     loss = float(np.mean(results.scalars["loss"]))
     growth = _growth(before, _norms(records))
@@ -169,7 +163,12 @@ def _numbered(
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
         # Logarithms: losses and norms spread over orders of magnitude, and a score is a distance.
-        measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
+        # A row without a loss or gradient (padding, a weight of 0, a margin that is kept) is the least
+        # unusual one: its logarithm must be far below the others, not infinite.
+        tiny = np.finfo(np.float32).tiny
+        measured = [
+            np.log(np.maximum(np.abs(rows[name]), tiny)) for name in ("loss", "gradient_norm")
+        ]
         scores = [robust_scores(each, least=ALIKE) for each in measured]
         # Inputs that a saturated layer hides from the loss. They are often so close together that
         # their spread says nothing, and only those count that are plainly larger.

@@ -143,8 +143,8 @@ class LookingBack:
             reason: stored in the run directory.
 
         Returns:
-            Whether the steps that ran again are proved to equal the original ones; None if nothing was
-            recorded of them.
+            Whether the steps that ran again are proved to equal the original ones, True if none had to;
+            None if one of them was not recorded.
 
         Raises:
             CheckpointError: there is no usable checkpoint at or before the step, or the step was not

@@ -15,7 +15,7 @@ from tailrace.data.paths import is_path
 from tailrace.devices.processes import distributed
 from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.errors import CheckpointError, OptionError
-from tailrace.messages import note_once
+from tailrace.messages import counted, note_once
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.records import Record, Records
 from tailrace.runs.info import RUN_FILE
@@ -23,7 +23,7 @@ from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept, described
-from tailrace.trainer.checkpoints.snapshot import history_of
+from tailrace.trainer.checkpoints.snapshot import HISTORY, history_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.recorded import Recorded, differences_of, same_bits
@@ -56,6 +56,8 @@ class Difference:
 class Replay(Mapping[Any, Record]):
     """A replayed step: the records of its taps, by name, and whether it provably equals the original.
 
+    As a condition it is true if it is proved, whatever was observed.
+
     Attributes:
         step: its index.
         loss: its loss.
@@ -77,9 +79,10 @@ class Replay(Mapping[Any, Record]):
         compared: list[str],
         started_at: int,
         changed: Sequence[str] = (),
+        source: str = "checkpoint",
     ) -> None:
         self.step, self.loss, self.started_at = step, loss, started_at
-        self._records = records
+        self._records, self._source = records, source
         self.differences, self.changed = differences, list(changed)
         self.evidence = ", ".join(dict.fromkeys(compared))
         self.proved = not differences if compared else None
@@ -93,6 +96,10 @@ class Replay(Mapping[Any, Record]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def __bool__(self) -> bool:
+        # Not the number of records: `assert trainer.replay(...)` must not pass without proof.
+        return self.proved is True
+
     def __str__(self) -> str:
         said = {
             True: f"proved: equal to what was recorded, bit for bit ({self.evidence})",
@@ -100,9 +107,15 @@ class Replay(Mapping[Any, Record]):
             None: "not proved: nothing was recorded of it",
         }[self.proved]
         lines = [
-            f"step {self.step}, loss {self.loss:.7g}, from the checkpoint of {self.started_at}"
+            f"step {self.step}, loss {self.loss:.7g}, from the {self._source} of {self.started_at}"
         ]
         lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        if any(one.what == "elements" for one in self.differences):
+            lines.append(
+                "the elements differ: the dataset or its order is not that of the training"
+            )
+        elif self.differences and "elements" in self.evidence:
+            lines.append("the elements are equal: the model, optimizer, options or machine differ")
         if not self.proved:
             lines += [f"  changed since: {one}" for one in self.changed]
         return "\n".join(lines)
@@ -122,10 +135,9 @@ def replay(
 ) -> Replay:
     """Run a past step again; see `tr.Trainer.replay`."""
     start = nearest(checkpoint, step, fits)
-    (arrays, note), directory = start.fit(), start.directory
-    if step not in recorded.losses:
-        recorded = recorded_in(directory, step, recorded, engine)
-    rerun = Rerun(engine, observe, dataset, arrays, note, directory.directory)
+    note = start.note
+    recorded = known_of(start, step, recorded, engine)
+    rerun = start.rerun(engine, observe, dataset, recorded)
     # Before the first dispatch: a step beyond the end would be missed only there.
     rerun.check(step)
     around = recorded.around(step)
@@ -139,9 +151,11 @@ def replay(
         seen = rerun.look()
         comparison.take(seen)
         # On to the end of the execution that the step was in: its fingerprint is the only proof of
-        # the state after the step.
+        # the state after the step. Without fingerprints, the next loss depends on that state.
         if around is not None:
             comparison.take_all(rerun.advance(sum(around)))
+        elif start.continues(step + 1):
+            comparison.take_all(rerun.advance(step + 2))
     return replay_of(seen, comparison, note)
 
 
@@ -153,11 +167,12 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
         comparison: the comparison with what was recorded.
         note: the note of the checkpoint.
     """
-    loss = float(np.mean(seen.scalars["loss"]))
+    loss, step = float(np.mean(seen.scalars["loss"])), seen.first_step
     found, compared = comparison.differences, comparison.compared
+    if comparison.proved(step, step + 1) is None:
+        compared = []  # only steps on the way to it were recorded
     changed = changed_since(note.get(SURROUNDINGS))
-    started_at = int(note["step"])
-    return Replay(seen.first_step, loss, seen.records, found, compared, started_at, changed)
+    return Replay(step, loss, seen.records, found, compared, int(note["step"]), changed)
 
 
 class Comparison:
@@ -171,6 +186,7 @@ class Comparison:
         self._recorded = recorded
         self.differences: list[Difference] = []
         self.compared: list[str] = []
+        self._steps: set[int] = set()
         self._losses: list[np.ndarray] = []
         self._elements: list[np.ndarray] = []
         self._first: int | None = None
@@ -188,6 +204,7 @@ class Comparison:
             if was is None:
                 continue
             self.compared.append("loss")
+            self._steps.add(number)
             # Bits: NaN is equal to NaN here, and 0.0 is not -0.0.
             if not same_bits(was, found):
                 mean = float(np.mean(was)), float(np.mean(found))
@@ -197,6 +214,12 @@ class Comparison:
             self._elements.append(results.elements)
         self._first = first if self._first is None else self._first
         self._compare_execution(results, first + results.steps)
+
+    def proved(self, first: int, end: int) -> bool | None:
+        """Whether steps are what happened; None if one of them was not recorded."""
+        if self.differences:
+            return False
+        return True if first < end and self._steps.issuperset(range(first, end)) else None
 
     def _compare_execution(self, results: Results, end: int) -> None:
         ends = {start + steps: start for start, steps in self._recorded.executions}
@@ -266,6 +289,20 @@ class Start:
             )
         return self.arrays, self.note
 
+    def rerun(self, engine: Engine, observe: Observe, dataset: object, recorded: Recorded) -> Rerun:
+        """The steps from here on, with fingerprints if there are some to compare with."""
+        where, marks = self.directory.directory, bool(recorded.executions)
+        return Rerun(engine, observe, dataset, *self.fit(), where, marks)
+
+    def continues(self, step: int) -> bool:
+        """Whether a step is known to belong to this fit: a later checkpoint of it says so, and no later
+        fit began before the step was over."""
+        found = self.directory.found()
+        later = [kept.step for kept in found if kept.fit == self.kept.fit]
+        return max(later) > step and all(
+            kept.step > step for kept in found if kept.fit > self.kept.fit
+        )
+
 
 def nearest(
     checkpoint: Checkpoint | str | os.PathLike[str],
@@ -273,6 +310,7 @@ def nearest(
     fits: int | None = None,
     *,
     before: bool = False,
+    margin: int = 0,
 ) -> Start:
     """The last checkpoint at or before a step that is whole; a damaged one is passed over, with a note.
 
@@ -282,6 +320,7 @@ def nearest(
         fits: how many fits of the directory the trainer has made; None for all of them. A script that
             was killed in a later fit, and started again, looks back from where it is.
         before: whether only the state before the step is wanted, so that it may be the next one.
+        margin: how many steps of the fit before this one are wanted too, if it has them.
     """
     check_step(step)
     given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
@@ -318,6 +357,10 @@ def nearest(
         )
     # A later fit may have gone back and taken another way: its own checkpoints count.
     earlier.sort(key=lambda kept: (kept.fit, kept.step, kept.ended))
+    while len(earlier) > 1 and earlier[-1].step > step - margin:
+        if earlier[-2].fit != earlier[-1].fit:
+            break
+        earlier.pop()
     while True:
         kept = earlier.pop()
         try:
@@ -346,20 +389,31 @@ def _went_back(kept: Kept) -> bool:
     return True
 
 
-def recorded_in(
-    directory: CheckpointDirectory,
-    step: int,
-    recorded: Recorded,
-    engine: Engine,
-) -> Recorded:
+def known_of(start: Start, step: int, recorded: Recorded, engine: Engine) -> Recorded:
     """What is recorded, with what later checkpoints of a trainer know of a step."""
+    directory, parts = (
+        start.directory,
+        (engine.accumulation.microbatches, engine.placement.replicas),
+    )
+    _check_elements(start.fit()[1]["fit"]["elements_per_step"], parts, directory)
+    if step in recorded.losses:
+        return recorded
 
     def read(kept: Kept) -> tuple[Mapping[str, np.ndarray], int]:
         arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()
         return arrays, int(note["fit"]["progress"]["first_step"])
 
-    parts = engine.accumulation.microbatches, engine.placement.replicas
     return with_later_history(recorded, directory, step, read, parts)
+
+
+def _check_elements(there: int, parts: tuple[int, int], directory: CheckpointDirectory) -> None:
+    """Refuse steps that took another number of elements than those of this trainer or model."""
+    here = parts[0] * parts[1]
+    if there != here:
+        raise CheckpointError(
+            f"A step in {str(directory.directory)!r} took {counted(there, 'element')} (accumulation x "
+            f"replicas), and here it takes {here}. Use the accumulation and replicas of the training."
+        )
 
 
 def with_later_history(
@@ -385,5 +439,8 @@ def with_later_history(
         except orbax_files.DamagedCheckpoint:
             continue  # an earlier one may know the step too
         if first <= step:
+            losses = arrays.get(f"{HISTORY}each/loss")
+            if losses is not None and len(losses):
+                _check_elements(losses[0].size, parts, directory)
             return recorded.add_history(history_of(arrays, first, *parts))
     return recorded

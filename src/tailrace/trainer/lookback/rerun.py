@@ -41,6 +41,7 @@ class Rerun:
         arrays: the arrays of the checkpoint.
         note: the note of the checkpoint.
         directory: the directory of the checkpoints, which also has the kernels that XLA chose then.
+        fingerprint: whether to take fingerprints, even if the trainer takes none.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Rerun:
         arrays: Mapping[str, np.ndarray],
         note: Mapping[str, Any],
         directory: Path | None = None,
+        fingerprint: bool = False,
     ) -> None:
-        self.engine = twin_of(engine, observe)
+        self.engine = twin_of(engine, observe, fingerprint)
         self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
         self._duration = Duration(**note["fit"]["duration"])
@@ -62,7 +64,14 @@ class Rerun:
         assert isinstance(feed, InfeedQueue)
         self._feed = feed
         put_state(self.engine, arrays, note)
-        bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+        try:
+            bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+        except DataExhausted as error:
+            raise DataExhausted(
+                f"A replay reads the elements that the training read, and this dataset ends before "
+                f"step {self.step}, where the replay starts. Give the dataset that was trained on, "
+                f"from its start."
+            ) from error
         # Saved between two passes: what the fit did next was to read its dataset from the start.
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
@@ -86,7 +95,8 @@ class Rerun:
     def _not_reached(self, step: int) -> CheckpointError:
         return CheckpointError(
             f"A replay is of a step that was trained, and that fit, fit({self._duration}) from step "
-            f"{self._progress.first_step}, ends before step {step}."
+            f"{self._progress.first_step}, ends before step {step}. Steps of a fit without checkpoint= "
+            f"cannot be replayed."
         )
 
     def advance(self, until: int) -> Iterator[Results]:
@@ -193,14 +203,21 @@ def looking_back(taps: Sequence[Any], observe: Observe) -> list[Any]:
     return [*parse_taps(observe), *guards]
 
 
-def twin_of(engine: Engine, observe: Observe) -> Engine:
-    """An engine for the same model, with other taps; its state is still to be set."""
+def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engine:
+    """An engine for the same model, with other taps; its state is still to be set.
+
+    Args:
+        engine: the engine of the model.
+        observe: taps.
+        fingerprint: whether it takes fingerprints, even if the engine takes none.
+    """
     observe = looking_back(engine.taps, observe)
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
     if engine.pipeline is not None:
         # Shared weights are in the state once; a pipeline is given them in all their places.
         params = engine.pipeline.tie(params)
-    twin: Engine = engine.again(params=params, model_state=model_state, observe=observe)
+    own = {"fingerprint": True} if fingerprint else {}
+    twin: Engine = engine.again(params=params, model_state=model_state, observe=observe, **own)
     return twin
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, nearest, recorded_in
-from tailrace.trainer.lookback.rerun import Rerun
+from tailrace.trainer.lookback.replay import Comparison, known_of, nearest
 
 
 def rewind(
@@ -24,11 +23,9 @@ def rewind(
 ) -> bool | None:
     """Give an engine the state before a past step; returns whether that is proved."""
     start = nearest(checkpoint, step, fits, before=True)
-    directory = start.directory
-    if step - 1 not in recorded.losses:
-        recorded = recorded_in(directory, step, recorded, engine)
-    rerun = Rerun(engine, (), dataset, *start.fit(), directory.directory)
-    comparison = Comparison(recorded)
+    recorded = known_of(start, max(0, step - 1), recorded, engine)
+    rerun = start.rerun(engine, (), dataset, recorded)
+    comparison, first = Comparison(recorded), rerun.step
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):
             comparison.take_all(rerun.advance(end))
@@ -36,4 +33,6 @@ def rewind(
         leaves = jax.tree.leaves(jax.tree.map(np.asarray, rerun.engine.state))
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = step, rerun.engine.seed
-    return not comparison.differences if comparison.compared else None
+    # Every step on the way counts: the state is the result of all of them. At a checkpoint nothing
+    # was computed again: it is the state that was saved.
+    return True if first == step else comparison.proved(first, step)
