@@ -22,6 +22,7 @@ ALLOWED = {
     "feeds/staging.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
     "keras/checkpoints/keeping.py": {"future.result()"},  # likewise
     "keras/data/batch_source.py": {"waiting.result()", "future.result()"},
+    "keras/data/first_batch.py": {"future.result()"},
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once
     "torch/calls/loader.py": {"future.result()"},  # after `Patience.wait_for`
     "trainer/checkpoints/directory.py": {"self._lock.acquire()"},  # likewise

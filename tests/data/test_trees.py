@@ -79,3 +79,5 @@ def test_the_path_is_in_the_sentence():
         to_numpy_tree({"k": jax.random.key(0)})
     with pytest.raises(DataError, match=r"leaf \[0\] holds dates"):
         to_numpy("[0]", np.datetime64("2024-01-01"))
+    with pytest.raises(DataError, match=r"leaf \[0\] has the other one \(dtype >f4\). Convert it"):
+        to_numpy("[0]", np.ones(2, ">f4"))

@@ -140,6 +140,7 @@ def element(x=None, y=1.0):
             "leaf ['y'][0] is float32[]. Received: element 3 with int32[]",
         ),
         ({"x": element()["x"]}, "have the structure of the first one"),
+        ({**element(), 1: 2.0}, "Received: element 3 with keys that cannot be sorted: {'x': "),
     ],
 )
 def test_another_form_in_mid_stream(bad, text):

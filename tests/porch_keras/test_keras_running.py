@@ -172,6 +172,38 @@ def test_callbacks_hear_of_every_batch_of_replicas():
         assert_close(np.float32(heard.losses[number]), np.float32(expected))
 
 
+class Looking(keras.callbacks.Callback):
+    """Reads the model after each batch, also after the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.get_weights()[0])
+
+    on_test_batch_end = on_train_batch_end
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("execution", [1, 2])
+def test_data_without_a_length_ends_after_a_callback_has_read_the_model(execution):
+    x, y = digits_like(32)
+
+    def batches():
+        for first in range(0, 32, 8):
+            yield x[first : first + 8], y[first : first + 8]
+
+    pair = twins(classifier, execution, **SPARSE)
+    callbacks = [Looking(), Looking()]
+    rest = iter(callbacks)
+    histories = fit_both(pair, batches, callbacks=lambda: [next(rest)], shuffle=False)
+    assert_same(pair, histories)
+    found = pair[1].evaluate(batches(), verbose=0, callbacks=[Looking()])
+    assert_close(np.float32(found), np.float32(pair[0].evaluate(x, y, 8, verbose=0)))
+    np.testing.assert_array_equal(callbacks[1].seen[-1], pair[1].get_weights()[0])
+
+
 class Reading(Heard):
     async_safe = True  # by Keras' rule: it reads logs, and nothing of the model
 

@@ -1,5 +1,6 @@
 """The loader joins the batches of a call, with PyTorch's own loader underneath."""
 
+import logging
 import threading
 
 import pytest
@@ -10,6 +11,8 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 import tailrace as tr
 import tailrace.torch as tt
 from tailrace.devices import devices
+from tailrace.feeds import waiting
+from waits import LIMIT_S, Clock
 
 ROWS = TensorDataset(torch.arange(103), torch.arange(103) * 2)
 
@@ -149,3 +152,28 @@ def test_what_is_refused(arguments, message):
     given = {"options": 3, "dataset": ROWS, **arguments}
     with pytest.raises(tr.TailraceError, match=message):
         tt.DataLoader(**given)
+
+
+def test_a_dataset_that_blocks_is_noted(monkeypatch, caplog):
+    """Batches that are read ahead: who waits for one hears of it, with its number."""
+    clock, opened, wait = Clock(), threading.Event(), waiting.wait
+
+    class Slow(IterableDataset):
+        def __iter__(self):
+            for number in range(4):
+                assert number != 2 or opened.wait(LIMIT_S), "somebody waits for it"
+                yield torch.full((1,), float(number))
+
+    def ten_seconds_later(*args, **kwargs):
+        clock.now += 10
+        if "Still waiting for batch 2 of a loader (Slow), for " in caplog.text:
+            opened.set()
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
+    monkeypatch.setattr(waiting, "wait", ten_seconds_later)
+    with caplog.at_level(logging.WARNING, "tailrace"):
+        found = [float(x) for x in tt.DataLoader(1, Slow(), batch_size=1, mode="async")]
+    assert found == [0, 1, 2, 3]
+    assert opened.is_set()

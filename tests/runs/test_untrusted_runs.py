@@ -12,7 +12,7 @@ from test_damaged_runs import read_everything
 
 import tailrace as tr
 from tailrace.runs.profiles import read_profile
-from tailrace.runs.storage.files import codecs
+from tailrace.runs.storage.compression import codecs
 from tailrace.runs.tables.stored import MOST_DENSE
 
 

@@ -1,15 +1,18 @@
 """A run of any length takes the same memory: nothing is kept of an execution once it is written."""
 
+import asyncio
 import gc
 import itertools
 import tracemalloc
 
 import numpy as np
+import zarr
 from made_parts import chosen, execution
 
 from tailrace.records import parts
 from tailrace.records.history import History
 from tailrace.runs import write_queue
+from tailrace.runs.tables.columns import Columns
 from tailrace.runs.writer import RunWriter
 
 STEPS = 5
@@ -69,3 +72,27 @@ def test_a_history_takes_no_more_than_its_values():
     tracemalloc.stop()
     assert len(history) == 10_000
     assert held < 3 * 10_000 * 4, held
+
+
+def test_no_pool_of_threads_compresses_chunks(monkeypatch):
+    """Each of its threads would keep memory for the largest chunk that it has seen."""
+    handed = []
+    hand = asyncio.to_thread
+
+    def counted(*args, **kwargs):
+        handed.append(args)
+        return hand(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    group = zarr.create_group(zarr.storage.MemoryStore())
+    columns = Columns(group, "step")
+    columns.add_column("loss", np.dtype(np.float32), (), ())
+    for again in range(3):
+        if again == 2:  # another process goes on, in the middle of a chunk
+            columns = Columns.reopened(group, "step", columns.committed)
+        columns.append(30_000, {"loss": np.full(30_000, again, np.float32)})
+        columns.write()
+        columns.counted()
+    assert not handed
+    np.testing.assert_array_equal(group["loss"][:], np.repeat(np.float32([0, 1, 2]), 30_000))
+    assert handed  # by Zarr's own codec, which reads the same files

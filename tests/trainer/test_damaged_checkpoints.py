@@ -1,5 +1,7 @@
 """Damaged checkpoints: found and named, or the one before is used; never a state that was not saved."""
 
+import asyncio
+import gc
 import json
 import os
 import random
@@ -237,3 +239,25 @@ def test_a_damaged_long_history_is_found(long, damage):
             file.symlink_to(long / "elsewhere")
     with pytest.raises(orbax_files.DamagedCheckpoint, match="history-0.bin"):
         orbax_files.read(long)
+
+
+def test_who_plants_a_checkpoint_gets_a_sentence_and_no_tracebacks(whole, tmp_path, caplog):
+    """Without the list of files Orbax finds the damage, in several arrays at the same time."""
+    path = tmp_path / "step-12"
+    shutil.copytree(whole[0] / "kept" / "fit-0" / "step-12", path)
+    (path / "files.json").unlink()
+    (manifest,) = path.glob("*/manifest.ocdbt")
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:8])
+    with pytest.raises(CheckpointError, match="damaged: its descriptions cannot be read"):
+        orbax_files.read(path)
+    loop = asyncio.new_event_loop()
+    for text in (f"cannot open {path}/state", "the user's own"):  # of tasks that nobody awaits
+        asyncio.Future(loop=loop).set_exception(ValueError(text))
+    loop.close()
+    gc.collect()
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.name == "asyncio"]
+    assert logged == ["the user's own"]
+    manifest.write_bytes(content)
+    arrays, _ = orbax_files.read(path)
+    assert "state/params/w" in arrays

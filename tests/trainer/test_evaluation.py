@@ -483,3 +483,22 @@ def test_explain_counts_the_operations_of_all_microbatches():
         return trainer.explain(ELEMENTS[0]).flops_per_step
 
     assert 3 * flops(1) < flops(8) <= 9 * flops(1)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "fit"])
+def test_a_dataset_that_raises_when_it_is_opened_is_named(call):
+    class Closed:
+        def __iter__(self):
+            raise OSError("no such bucket")
+
+    trainer = tr.Trainer(lambda w, x: ((x - w) ** 2).mean(), optax.sgd(0.1), np.float32(0))
+    data = [np.ones(2, np.float32)]
+    calls = {
+        "evaluate": lambda: trainer.evaluate(Closed()),
+        "predict": lambda: trainer.predict(Closed(), lambda w, x: x - w),
+        "fit": lambda: trainer.fit(data, epochs=1, validation_data=Closed(), progress=False),
+    }
+    text = r"dataset \(Closed\) raised OSError .*no such bucket"
+    with pytest.raises(tr.errors.ProducerError, match=text):
+        calls[call]()
+    assert len(trainer.fit(data, epochs=1, progress=False)) == 1  # it can be used as before

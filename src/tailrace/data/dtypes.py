@@ -32,11 +32,16 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 
 def check_numeric(path: str, array: np.ndarray) -> np.ndarray:
-    """`array` itself if it holds numbers, otherwise a DataError that names the leaf."""
+    """`array` itself if a device can hold its numbers, otherwise a DataError that names the leaf."""
     if not is_numeric(array.dtype):
         holds = _WHAT_THE_KIND_IS.get(array.dtype.kind, "something else")
         raise DataError(
             f"A dataset holds numbers and booleans only, but {leaf_called(path)} holds {holds} "
             f"(dtype {array.dtype}). Encode it as numbers, or leave it out of the dataset."
+        )
+    if not array.dtype.isnative:
+        raise DataError(
+            f"A dataset holds numbers in the byte order of this machine, but {leaf_called(path)} has "
+            f"the other one (dtype {array.dtype}). Convert it: x.astype(x.dtype.newbyteorder('='))."
         )
     return array

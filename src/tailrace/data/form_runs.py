@@ -33,13 +33,23 @@ def form_runs(dataset: object) -> Iterator[Any]:
         yield from _parts_of_arrays(source.fast.keeping_rows())
         return
     # As a stream, not grouped in advance: the dataset may be endless, or larger than memory.
-    run = _Run(source.name, source.iterate())
+    run = _Run(source.name, _elements(source))
     run.when_empty = source.when_empty
     yield run
     # Set when the run before was read to its end: that is why runs must be read in order.
     while run.following is not None:
         run = _Run(source.name, chain([run.following], run.elements))
         yield run
+
+
+def _elements(source: Dataset) -> Iterator[Tree]:
+    """The elements of a dataset, which is opened by who reads them.
+
+    A dataset that raises or blocks when it is opened is then named, like one that does so later.
+    """
+    # Not `yield from`, which would close an iterator of the user's with this one.
+    for element in source.iterate():  # noqa: UP028
+        yield element
 
 
 class _Run(Dataset):

@@ -78,14 +78,11 @@ class ElementSpec:
         """The leaves of element `number`, checked against the spec; raises an ElementError."""
         try:
             leaves, structure = jax.tree.flatten(element)
-        except ValueError:  # keys that cannot be sorted
-            leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
+        except ValueError:
+            raise self._other(number, f"keys that cannot be sorted: {element!r:.80}") from None
         # Not converted to fit: a dataset whose elements differ is usually a mistake.
         if structure != self.structure:
-            raise ElementError(
-                f"All elements of a dataset have the structure of the first one, {self.structure}. "
-                f"Received: element {number} with {structure}. Yield one structure throughout."
-            )
+            raise self._other(number, structure)
         for path, leaf, spec, dtype in zip(
             self.paths, leaves, self.leaves, self.dtypes, strict=True
         ):
@@ -99,6 +96,12 @@ class ElementSpec:
                     f"with {found.dtype}{list(found.shape)}. {_remedy(spec.shape, found.shape)}"
                 )
         return leaves
+
+    def _other(self, number: int, structure: object) -> ElementError:
+        return ElementError(
+            f"All elements of a dataset have the structure of the first one, {self.structure}. "
+            f"Received: element {number} with {structure}. Yield one structure throughout."
+        )
 
 
 def _remedy(expected: tuple[int, ...], found: tuple[int, ...]) -> str:

@@ -39,7 +39,7 @@ class Lasting:
     """Something that is awaited from now on, under a fixed description."""
 
     what: str
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
 
     def awaited(self) -> str:
         """What is awaited, for messages."""
@@ -67,6 +67,11 @@ class Patience:
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, positive=True, error=OptionError)
 
+    @property
+    def limited(self) -> bool:
+        """Whether a wait may end before what it waits for: that needs a thread to wait for."""
+        return self.timeout_s is not None or self.stopped is not None
+
     def wait_for(self, future: Future[Any], source: Awaited) -> None:
         """Wait until `future` is done, with a result or an exception.
 
@@ -86,11 +91,43 @@ class Patience:
                 raise DataTimeout(
                     f"An element comes within timeout_s={self.timeout_s:g} seconds, and "
                     f"{source.awaited()} did not. Look at what the dataset waits for, or raise "
-                    f"timeout_s. What was read before is kept."
+                    f"timeout_s."
                 )
             if waited >= note_at:
                 logger.warning(f"Still waiting for {source.awaited()}, for {waited:.0f} s now.")
                 note_at *= 2
+
+
+class Heartbeat:
+    """Logs the waits of a caller that reads a source itself, and so cannot; a context.
+
+    Args:
+        source: what the caller reads.
+    """
+
+    def __init__(self, source: Awaited) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=_beat, args=(source, self._ended), name="tailrace-heartbeat", daemon=True
+        )
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=LOOK_S)
+
+
+def _beat(source: Awaited, ended: threading.Event) -> None:
+    note_at = NOTE_S
+    while not ended.wait(LOOK_S):
+        waited = source.waited_s()
+        if waited < NOTE_S:
+            note_at = NOTE_S
+        elif waited >= note_at:
+            logger.warning(f"Still waiting for {source.awaited()}, for {waited:.0f} s now.")
+            note_at = 2 * waited
 
 
 class Runs:

@@ -36,6 +36,7 @@ _HOOKED = (
     "jax_state_sync",
     "compute_loss_and_updates",
     "get_metrics_result",
+    "_symbolic_build",
 )
 _ADDED = (
     "records",

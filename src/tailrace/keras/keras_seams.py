@@ -71,6 +71,11 @@ def _cached_validation() -> bool:
     return "_use_cached_eval_dataset" in _constants(keras.Model.evaluate)
 
 
+def _first_batches() -> bool:
+    names = list(inspect.signature(keras.Model._symbolic_build).parameters)  # type: ignore[attr-defined]
+    return names == ["self", "iterator", "data_batch"]
+
+
 def _graph_description() -> bool:
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
@@ -93,6 +98,7 @@ SEAMS = (
         lambda: _has(keras.callbacks.CallbackList(), "_flush_futures", "callbacks"),
     ),
     Seam("the way that fit validates", "validation_data", _cached_validation),
+    Seam("the batch that a model is built from", "fit(timeout_s=)", _first_batches),
     Seam(
         "the aggregation of variables", "replicas", lambda: _has(keras.Variable(0.0), "aggregation")
     ),

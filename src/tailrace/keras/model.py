@@ -17,6 +17,7 @@ import keras
 from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
+from tailrace.feeds.waiting import Awaited, Heartbeat, Patience
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
@@ -25,6 +26,7 @@ from tailrace.keras.data.batch_counts import (
     remainders,
 )
 from tailrace.keras.data.copied_batches import copy_batches
+from tailrace.keras.data.first_batch import FirstBatch
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
@@ -83,6 +85,8 @@ class Adopted(Setters, Assigning, LookingBack):
         """The past that runs again, while it does."""
         self.kept_fits = 0
         """The number of fits with checkpoints so far."""
+        self.first_batch = FirstBatch()
+        """Reads the batch that Keras builds the model from."""
 
     # -- compile --------------------------------------------------------------------------------
 
@@ -157,6 +161,7 @@ class Adopted(Setters, Assigning, LookingBack):
         self,
         *args: Any,
         checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+        timeout_s: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Keras' `fit` on the device, with many batches per execution.
@@ -165,20 +170,30 @@ class Adopted(Setters, Assigning, LookingBack):
             *args: as in Keras.
             checkpoint: a directory, or a `tr.Checkpoint`, for the state of the fit. If it contains this
                 fit already, the fit resumes from there, bit for bit as if it had never stopped.
+            timeout_s: the longest wait for a batch, also of the validation, in seconds; a longer one is
+                a `tr.errors.DataTimeout` that names it. A thread then reads the data. None: no limit;
+                a note is logged after 30 seconds.
             **kwargs: as in Keras.
 
         Raises:
             OptionError: an option does not suit the data or the model; the text says which.
-            DataError: batches do not divide over replicas or microbatches.
+            DataError: batches do not divide over replicas or microbatches, or are later than
+                `timeout_s`.
             CheckpointError: the checkpoint is that of another fit.
         """
         model, plain = self.model, PLAIN["fit"]
+        patience = Patience(timeout_s)  # refused here, before anything is read
         if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
             if checkpoint is not None and model.compiled:
                 raise OptionError(
                     f"checkpoint= keeps the state of a program on the device. Received: a model with "
                     f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
                     f"keras.callbacks.BackupAndRestore."
+                )
+            if timeout_s is not None and model.compiled:
+                raise OptionError(
+                    f"timeout_s= limits the waits of a program on the device. Received: a model with "
+                    f"{self._reason('train')}, which Keras' own loop runs. Leave one of them out."
                 )
             return plain(model, *args, **kwargs)
         # Keras' own signature, whatever version: arguments are read and changed by name.
@@ -188,8 +203,10 @@ class Adopted(Setters, Assigning, LookingBack):
         # Before callbacks are looked at: it takes BackupAndRestore out of them.
         keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of(call)
+        pacing.patience = patience
         with callback_spans(call["callbacks"]):
             if keeping is None:
+                call["x"] = self.first_batch.of_generator(call["x"], timeout_s)
                 listen(self.model, self.settings, pacing, call)
                 with self.while_running("train", pacing), remainders(pacing.drops):
                     return plain(**call)
@@ -300,6 +317,13 @@ class Adopted(Setters, Assigning, LookingBack):
         """The function that predicts for one execution."""
         return self._make("predict", Predicting, force)
 
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Build the model and its metrics, from the first batch of the data if they need one."""
+        running = self._running.get("test") or self._running.get("train")
+        if iterator is not None and running is not None:
+            iterator = self.first_batch.of_epoch(iterator, running.patience.timeout_s)
+        PLAIN["_symbolic_build"](self.model, iterator=iterator, data_batch=data_batch)
+
     def jax_state_sync(self) -> None:
         """Write the values back to the variables."""
         # Keras calls this before it reads its variables: values stay on the device until then.
@@ -408,9 +432,10 @@ class Adopted(Setters, Assigning, LookingBack):
             if running is None and program.per_step > 1:
                 raise ProgramError(_SINGLE.format(program.per_step))
             return program.run(state, iterator)
-        except Exception as error:
-            if not isinstance(error, StopIteration):
-                program.restore(state)  # Keras has emptied its variables
+        except Exception:
+            # Keras has emptied its variables. The end of the data is found this way too, perhaps after
+            # a callback has read the model: it would not have its values back.
+            program.restore(state)
             raise
         finally:
             if running is None:  # a single batch, outside fit
@@ -431,7 +456,9 @@ class Adopted(Setters, Assigning, LookingBack):
         if not same_execution:
             model.steps_per_execution = pacing.execution
         try:
-            with in_scope():
+            # A call inside another one has its notes.
+            noting = Heartbeat(_Reads(self)) if len(running) == 1 else contextlib.nullcontext()
+            with in_scope(), noting:
                 yield
         finally:
             model.steps_per_execution = configured
@@ -442,6 +469,25 @@ class Adopted(Setters, Assigning, LookingBack):
             program = self.programs.get(mode)
             if program is not None:
                 program.end()
+
+
+class _Reads:
+    """The data that calls of `fit`, `evaluate` and `predict` read in the thread of their caller."""
+
+    def __init__(self, adopted: Adopted) -> None:
+        self._adopted = adopted
+
+    def awaited(self) -> str:
+        """What is awaited, for messages."""
+        return max(self._read(), key=lambda read: read.waited_s()).awaited()
+
+    def waited_s(self) -> float:
+        """For how long it has been awaited, in seconds; 0 if nothing is."""
+        return max(read.waited_s() for read in self._read())
+
+    def _read(self) -> list[Awaited]:
+        read = [program.reading() for program in [*self._adopted.programs.values()]]
+        return [self._adopted.first_batch, *(one for one in read if one is not None)]
 
 
 class _Function:

@@ -160,7 +160,7 @@ class AsynchronousDataAccessor:
         # raise.
         if not hasattr(source, "__iter__"):
             source = (self._dataset[index] for index in range(len(self._dataset)))
-        ahead = Ahead(source, self._size)
+        ahead = Ahead(source, self._size, type(source).__name__)
         self._running.add(ahead)
         return iter(ahead)
 

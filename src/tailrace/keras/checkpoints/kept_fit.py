@@ -33,10 +33,11 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
     # Before Keras looks at the data: it reads the first batches of an iterator to build the model.
     interrupts = keeping.interrupts
-    patience = Patience(stopped=lambda: interrupts.asked is not None)
+    patience = Patience(pacing.patience.timeout_s, lambda: interrupts.asked is not None)
     with interrupts:
         try:
             call["x"] = keeping.replay(call["x"], patience)
+            call["x"] = adopted.first_batch.of_generator(call["x"], patience.timeout_s)
         except WaitStopped:  # there is nothing new to save
             interrupts.reraise()
             raise

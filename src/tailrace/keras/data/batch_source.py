@@ -77,7 +77,7 @@ class Batches:
         iterator: yields batches, as Keras' trainer passes them to its functions.
         shape: converts a batch to the element that programs see.
         forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
-        patience: the limits of waits for a batch. If waits can be stopped, a thread reads every batch.
+        patience: the limits of waits for a batch. If there are any, a thread reads every batch.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class Batches:
         # What is left of a block that was prefetched for a longer execution.
         self._rest: tuple[Form, list[np.ndarray]] | None = None
         self._bytes: int | None = None
+        self._left = False  # a wait that was given up: what it was for may never come
         self.failure: Exception | None = None
         """The error of a read, while earlier batches are still to be delivered."""
 
     def bytes_per_batch(self) -> int:
         """The size of a batch, from the first one (which is not lost); 0 if there is none."""
         if self._bytes is None:
-            # A read in this thread could not be interrupted: the dataset's `next` may block forever.
-            stops = self._patience.stopped is not None
-            first = self._waited(self._next) if stops else self._next()
+            # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
+            first = self._waited(self._next) if self._patience.limited else self._next()
             self._held = first
             self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
         return self._bytes
@@ -128,13 +128,13 @@ class Batches:
         """
         # A read that blocks cannot be interrupted: where waits can be stopped, a thread reads, and
         # this one waits.
-        if self._ahead is None and self._patience.stopped is not None:
+        if self._ahead is None and self._patience.limited:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
         with span("dataset wait", batches=count):
             if self._ahead is None:
                 block = self._stage(count, replicas, sharding, room)
             else:
-                self._patience.wait_for(self._ahead, self)
+                self._wait_for(self._ahead)
                 waiting, self._ahead = self._ahead, None
                 block = waiting.result()
         if block is not None and block.count > count:  # read for an execution of another length
@@ -174,6 +174,11 @@ class Batches:
         since = self._since
         return time.monotonic() - since if since else 0.0
 
+    @property
+    def reads_here(self) -> bool:
+        """Whether the caller's thread reads; a wait for another thread has notes of its own."""
+        return self._ahead is None and not self._patience.limited
+
     def _submit(self, read: Callable[..., Any], *args: Any) -> Future[Any]:
         if self._worker is None:
             self._worker = Worker("tailrace-infeed-keras")
@@ -182,8 +187,13 @@ class Batches:
     def _waited(self, read: Callable[[], Read]) -> Read:
         """The result of a call that the thread makes, awaited with patience."""
         future = self._submit(read)
-        self._patience.wait_for(future, self)
+        self._wait_for(future)
         return future.result()
+
+    def _wait_for(self, future: Future[Any]) -> None:
+        self._left = True
+        self._patience.wait_for(future, self)
+        self._left = False
 
     def skip(self, count: int) -> None:
         """Read batches that were used before, and drop them."""
@@ -199,11 +209,12 @@ class Batches:
     def close(self) -> None:
         """Stop the thread; prefetched batches are dropped."""
         waiting, self._ahead = self._ahead, None
+        patience_s = 0.0 if self._left else STOP_S
         # A read that has not begun is cancelled. One that runs gets a moment: it may block for
         # ever.
-        late = waiting is not None and not waiting.cancel() and not wait([waiting], STOP_S).done
+        late = waiting is not None and not waiting.cancel() and not wait([waiting], patience_s).done
         if self._worker is not None:
-            self._worker.stop(0.0 if late else STOP_S)  # a blocked read is abandoned
+            self._worker.stop(0.0 if late else patience_s)  # a blocked read is abandoned
             self._worker = None
 
     # -- inside ---------------------------------------------------------------------------------

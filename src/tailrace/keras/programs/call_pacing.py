@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from tailrace.errors import OptionError
+from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
 from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.optimizers.application import overrides
@@ -133,6 +134,8 @@ def pacing_of_test(
         replicas=replicas,
         batches=counts.batches,
         ahead=settings.options.prefetch > 0,
+        # Only the limit: a signal lets a validation finish.
+        patience=Patience(None if outer is None else outer.patience.timeout_s),
     )
 
 

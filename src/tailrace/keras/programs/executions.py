@@ -171,6 +171,11 @@ class Executions(ABC):
         self.inside = False
         return results
 
+    def reading(self) -> Batches | None:
+        """The data that the caller's thread reads; None if it reads none."""
+        batches = self._batches
+        return batches if isinstance(batches, Batches) and batches.reads_here else None
+
     def resume(self, resumed: Resumed, pacing: Pacing) -> None:
         """Resume inside an epoch, or in data that an earlier epoch has begun."""
         self._resumed = resumed

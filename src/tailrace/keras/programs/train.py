@@ -368,8 +368,8 @@ class Training(Executions):
         """Whether the step that was just dispatched may be followed by a short one."""
         pacing = self.pacing
         single = pacing.single and self.per_step == 1
-        # A wait that can be stopped is a thread's, which hands over its batches in blocks.
-        watched = pacing.patience.stopped is not None
+        # A wait with a limit is for a thread, which hands over its batches in blocks.
+        watched = pacing.patience.limited
         plain = self._takes_nothing and engine.pipeline is None and engine.runner.repeats
         return single and plain and not watched
 

@@ -58,13 +58,6 @@ def import_zarr() -> Any:
     return zarr
 
 
-def codecs() -> list[Any]:
-    """The compression of chunks: fast, since it runs during training, and with a checksum."""
-    from zarr.codecs import BloscCodec, Crc32cCodec
-
-    return [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()]
-
-
 def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> tuple[int, ...]:
     """The chunk shape for rows of values: rows, tensors, and whole values.
 

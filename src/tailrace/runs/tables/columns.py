@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.runs.storage.files import CHUNK_NAMES, ZarrGroup, chunk_shape, codecs, stored_dtype
+from tailrace.runs.storage.files import CHUNK_NAMES, ZarrGroup, chunk_shape, stored_dtype
 
 
 class Columns:
@@ -36,18 +36,20 @@ class Columns:
     @classmethod
     def reopened(cls, group: ZarrGroup, rows: str, committed: int) -> Columns:
         """Existing columns, of which the first rows count."""
+        from tailrace.runs.storage.compression import reopened
+
         columns = cls(group, rows)
         columns.committed = committed
         for name, array in group.arrays():
             # Others are fixed coordinates, which do not grow.
             if array.metadata.dimension_names[:1] == (rows,) and name not in ("tensor", "stage"):
-                # Chunks of nothing but fill values are written too: a missing chunk then always
-                # means damage.
-                columns._arrays[name] = array.with_config({"write_empty_chunks": True})
+                columns._arrays[name] = reopened(array)
         return columns
 
     def add_fixed(self, name: str, values: np.ndarray, dims: Sequence[str]) -> None:
         """Write an array that does not grow, such as a coordinate of another dim."""
+        from tailrace.runs.storage.compression import codecs
+
         array = self.group.create_array(
             name,
             shape=values.shape,
@@ -80,6 +82,8 @@ class Columns:
             tensors: the number of tensors per row; None if a row is one value.
             attributes: the attributes of the array.
         """
+        from tailrace.runs.storage.compression import codecs
+
         wide = stored_dtype(dtype)
         row = shape if tensors is None else (tensors, *shape)
         # What rows of a column read as if it was added later, or has no value in them: recognisable

@@ -24,7 +24,7 @@ from tailrace.runs.storage.files import ZarrArray, ZarrGroup, build_tree, import
 from tailrace.taps.reductions import STATS
 
 CODECS = {"bytes", "blosc", "crc32c"}
-"""The codecs of a run's arrays; see `tailrace.runs.storage.files.codecs`."""
+"""The codecs of a run's arrays; see `tailrace.runs.storage.compression.codecs`."""
 
 MOST_DENSE = 256
 """The largest compression ratio of LZ4."""

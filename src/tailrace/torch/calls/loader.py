@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -164,7 +165,7 @@ class DataLoader(torch_data.DataLoader):
             return _waited_for(batches)
         # A thread, not a process: batches are tensors already, which workers of PyTorch have made if
         # there are any.
-        ahead = Ahead(batches, self._buffer)
+        ahead = Ahead(batches, self._buffer, type(self.dataset).__name__)
         self._running.add(ahead)
         return _waited_for(ahead)
 
@@ -243,12 +244,13 @@ class Ahead:
     Args:
         source: the iterable.
         size: the number of items that are read ahead.
+        name: what is read, for messages.
     """
 
     _END = object()
 
-    def __init__(self, source: Iterable[Any], size: int) -> None:
-        self._source = iter(source)
+    def __init__(self, source: Iterable[Any], size: int, name: str) -> None:
+        self._source, self._name = iter(source), name
         self._thread: Worker | None = Worker("tailrace-loader")
         self._asked: deque[Future[Any]] = deque()
         for _ in range(max(1, size)):  # one is asked for at least, or nothing would ever come
@@ -256,10 +258,14 @@ class Ahead:
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            while self._asked:
+            for number in itertools.count():
+                if not self._asked:
+                    return
                 future = self._asked.popleft()
                 if not future.done():
-                    Patience().wait_for(future, Lasting("the next batch of a loader"))
+                    Patience().wait_for(
+                        future, Lasting(f"batch {number} of a loader ({self._name})")
+                    )
                 item = future.result()
                 if item is self._END:
                     return

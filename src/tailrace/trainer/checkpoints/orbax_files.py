@@ -12,7 +12,6 @@ import glob
 import importlib
 import itertools
 import json
-import logging
 import math
 import os
 import shutil
@@ -30,6 +29,7 @@ from tailrace.errors import CheckpointError, MissingDependency, TailraceError, V
 from tailrace.runs.storage.durable import force_folder, force_tree
 from tailrace.trainer.checkpoints.file_list import damage_in, write_list
 from tailrace.trainer.checkpoints.long_arrays import long_names, read_long, write_long
+from tailrace.trainer.checkpoints.quiet_orbax import quiet, quiet_reading
 
 FORMAT = 2
 """The format version; a later one is refused. A checkpoint without a long history (`long_arrays`) has
@@ -91,7 +91,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         name: np.asarray(array) for name, array in arrays.items() if array.size and name not in long
     }
     kept = kept or {"nothing": np.zeros(1, np.int8)}
-    with sentence(path, "cannot be written"), _quiet():
+    with sentence(path, "cannot be written"), quiet():
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Orbax's threads wait for minutes for a directory that cannot be made: try it before.
@@ -197,11 +197,17 @@ def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
     orbax = import_orbax()
     # Whatever goes wrong in here is damage, so that the caller may use an older checkpoint. A newer
     # format, below, is not: the file is whole.
-    with sentence(path, "cannot be read", DamagedCheckpoint), _quiet(), _alone(orbax):
+    with _reading(path, orbax):
         if damage := damage_in(path):
             raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: {damage}.")
         found = orbax.metadata(str(path))
         said = found.custom_metadata
+        # What Orbax could not read is None, or empty, to it.
+        if found.metadata is None or not said:
+            raise DamagedCheckpoint(
+                f"The checkpoint {str(path)!r} is damaged: its descriptions cannot be read, or are not "
+                f"those of Tailrace."
+            )
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
         padded = [name for name, m in found.metadata.items() if _is_padded(m)]
         version = said["format"]
@@ -229,6 +235,16 @@ def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
     return note, forms, long
 
 
+@contextlib.contextmanager
+def _reading(path: Path, orbax: Any) -> Iterator[None]:
+    with (
+        sentence(path, "cannot be read", DamagedCheckpoint),
+        quiet_reading(path),
+        _alone(orbax),
+    ):
+        yield
+
+
 class _Described(Protocol):
     """An array in Orbax's metadata."""
 
@@ -250,7 +266,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """All arrays of a checkpoint by name, and its note."""
     orbax = import_orbax()
     note, forms, long = _read_said(path)
-    with sentence(path, "cannot be read", DamagedCheckpoint), _quiet(), _alone(orbax):
+    with _reading(path, orbax):
         here = any(form.size for name, form in forms.items() if name not in long)
         loaded = dict(orbax.load(str(path))) if here else {}
         for number, name in enumerate(long):
@@ -329,15 +345,3 @@ def _dtype(name: str) -> np.dtype:
         return np.dtype(jnp.dtype(name))
     except TypeError:
         raise CheckpointError(f"A checkpoint has no arrays of dtype {name!r}.") from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Orbax's log, which is for its developers: what it raises is in our sentence."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
