@@ -44,7 +44,6 @@ def shape_of(given: object) -> tuple[int, ...]:
 @operation("constant")
 def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None) -> Any:
     """An array of a value; a number fills a shape. Text is TensorFlow's own: only the host has it."""
-    # JAX has no arrays of text.
     if isinstance(value, str | bytes):
         return host.named("constant")(value, dtype, shape)
     found = tensor(value) if dtype is None else jnp.asarray(value, narrowed(dtype))
@@ -105,11 +104,8 @@ def eye(
 ) -> Any:
     """Ones on the diagonal."""
     found = jnp.eye(num_rows, num_columns, dtype=narrowed(dtype))
-    return (
-        found
-        if batch_shape is None
-        else jnp.broadcast_to(found, (*shape_of(batch_shape), *found.shape))
-    )
+    batch = () if batch_shape is None else shape_of(batch_shape)
+    return jnp.broadcast_to(found, (*batch, *found.shape))
 
 
 @operation("linspace")
@@ -374,7 +370,6 @@ def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
     def parts(rows: jax.Array, places: jax.Array) -> Any:
         return rows[tuple(jnp.moveaxis(places, -1, 0))]
 
-    # Mapped over the batch: a place names an element of its own row only.
     for _ in range(batch_dims):
         parts = jax.vmap(parts)
     return parts(jnp.asarray(params), jnp.asarray(indices))
@@ -492,9 +487,8 @@ def _scattered(name: str) -> None:
         """A copy of a tensor with values put, or added, subtracted or compared, at these places."""
         places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
         at = jnp.asarray(tensor).at[places]
-        return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(
-            jnp.asarray(updates)
-        )
+        how = {"update": "set", "sub": "subtract"}.get(name, name)
+        return getattr(at, how)(jnp.asarray(updates))
 
 
 for _name in ("update", "add", "sub", "max", "min"):
