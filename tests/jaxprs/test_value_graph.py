@@ -18,4 +18,3 @@ def squared(times):
 def test_a_chain_of_squares_takes_time_by_its_length():
     short, long = (squared(times) for times in (8, 16))
     assert calls_of(lambda: ValueGraph(long)) < 3 * calls_of(lambda: ValueGraph(short))
-
