@@ -124,6 +124,7 @@ SHARES = np.eye(5, dtype="float32")[LABELS]
 INTS = np.array([3, 1, 2, 1], np.int32)
 
 CASES = {
+    "math.atan2": [(A, B)],
     "math.squared_difference": [(A, B)],
     "math.multiply_no_nan": [
         (np.array([np.nan, 2.0], np.float32), np.array([0.0, 3.0], np.float32))
@@ -300,6 +301,8 @@ CASES = {
 
 ELSEWHERE = {
     "gradients": "graphs",
+    "compat.v1.nn.embedding_lookup": "versions",
+    "compat.v1.nn.softmax_cross_entropy_with_logits": "versions",
     **dict.fromkeys([p for p in OPERATIONS if p.startswith("train.")], "graphs"),
     "cond": "loops and branches",
     "while_loop": "loops and branches",

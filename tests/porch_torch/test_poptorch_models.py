@@ -19,6 +19,7 @@ from torch import nn
 
 from oracles import assert_bits_equal, assert_close
 from tailrace.compat import poptorch
+from tailrace.torch.calls.loader import Ahead
 
 
 def wrapped(opts=None, lr=0.1, **options):
@@ -357,7 +358,7 @@ def test_the_asynchronous_accessor_keeps_no_epochs():
     for _ in range(3):
         assert list(accessor) == [1, 2]
     gc.collect()
-    assert not list(accessor._running)
+    assert not [one for one in gc.get_objects() if type(one) is Ahead]
     rest = iter(accessor)
     assert next(rest) == 1
     accessor.terminate()  # an epoch in the middle is stopped

@@ -108,6 +108,31 @@ class Looking(nn.Module):
         return self.named["out"]
 
 
+class Counting(nn.Module):
+    """Counts calls in a number, and keeps a table for the longest input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.longest, self.table = nn.Linear(3, 2), 0, 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        if len(x) > self.longest:
+            self.longest, self.table = len(x), torch.arange(len(x))[:, None]
+        return self.linear(x) * self.calls + self.table
+
+
+def test_numbers_that_forward_changes_are_put_back(caplog):
+    module = Counting()
+    model, x = tt.inference_model(module), torch.randn(4, 3)
+    expected = copy.deepcopy(module)(x).detach().numpy()
+    for _ in range(2):
+        assert_close(model(x).numpy(), expected)
+    assert (module.calls, module.longest, module.table) == (0, 0, None)
+    assert "changes the attribute 'calls' from 0 to 1. It is traced once, and every" in caplog.text
+    assert "What changes from call to call is an argument of the call, or a buffer" in caplog.text
+
+
 def test_attributes_that_forward_sets_are_put_back(caplog):
     module = Looking()
     seen = module.seen

@@ -137,6 +137,111 @@ def test_whole_numbers_that_do_not_fit_wrap_around():
     check(all_casts, {"x": torch.tensor([-1.5, -200.0, 130.7, 300.2, 70000.0, 0.9])})
 
 
+TOGETHER = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "fmax": torch.fmax,
+    "clamp": lambda a, b: torch.clamp(a, min=b),
+    "less": torch.lt,
+    "equal": torch.eq,
+    "floor": torch.floor_divide,
+    "trunc": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+    "shifted": torch.bitwise_right_shift,
+    "and": torch.bitwise_and,
+    "where": lambda a, b: torch.where(a < b, a, b),
+    "multiplied": lambda a, b: torch.addcmul(a, b, b),
+    "power": lambda a, b: torch.pow(a, b),
+    "in place": lambda a, b: a.clone().remainder_(b),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_numbers_without_dimensions_become_what_they_are_next_to(name):
+    """-1 next to bytes is 255, in what compares and divides as well."""
+    given = {
+        "bytes": torch.tensor([1, 7, 255], dtype=torch.uint8),
+        "int8": torch.tensor([-128, -1, 127], dtype=torch.int8),
+        "byte": torch.tensor(200, dtype=torch.uint8),
+        "-1": torch.tensor(-1),
+        "300": torch.tensor(300, dtype=torch.int16),
+    }
+
+    def all_pairs(given):
+        out = {}
+        for (a, x), (b, y) in itertools.product(given.items(), repeat=2):
+            refused = name == "in place" and y.ndim and not x.ndim
+            if not refused and (name, b) != ("power", "-1"):
+                out[f"{a} {name} {b}"] = TOGETHER[name](x, y)
+        return out
+
+    check(all_pairs, given)
+
+
+def test_whole_numbers_become_infinite_next_to_half_ones():
+    given = {"n": torch.tensor([70000, 3]), "x": torch.tensor([3.0, 2.0], dtype=torch.float16)}
+    check(lambda given: {"left": torch.remainder(given["n"], given["x"])}, given)
+
+
+def test_running_sums_of_bytes_are_wide():
+    def sums(given):
+        x = given["x"]
+        masks = (x > 9).cumsum(0)
+        return {
+            "sum": x.cumsum(0),
+            "product": x.cumprod(0),
+            "masks": masks,
+            "as": x.cumsum(0, dtype=x.dtype),
+        }
+
+    check(sums, {"x": torch.tensor([1, 200, 100, 3], dtype=torch.uint8)})
+
+
+def test_a_number_is_copied_into_a_tensor():
+    check(lambda given: {"x": given["x"].clone().copy_(3)}, {"x": torch.randn(2)})
+
+
+def test_powers_of_whole_numbers_have_every_bit_of_the_exponent():
+    def powers(given):
+        x, n = given["x"], given["n"]
+        return {"tensors": x**n, "numbers": x**70, "zero": x**64}
+
+    check(powers, {"x": torch.tensor([0, 1, -1, 2, 3]), "n": torch.tensor([64, 99, 77, 65, 20])})
+
+
+REFUSED = {
+    "negative": (lambda b, x: -(b > 1), "Negation, the `-` operator, on a bool tensor"),
+    "masks": (lambda b, x: (b > 1) - (b > 2), "Subtraction, .* with two bool tensors"),
+    "1 - mask": (lambda b, x: 1 - (b > 1), "Subtraction, .* with a bool tensor"),
+    "x - True": (lambda b, x: x - True, "Subtraction, .* with a bool tensor"),
+    "full": (lambda b, x: b + torch.full((3,), 300, dtype=torch.uint8), "without overflow"),
+    "clamp": (lambda b, x: b.clamp(max=300), "without overflow"),
+    "power": (lambda b, x: b**-1, "Integers to negative integer powers are not allowed"),
+    "floor": (lambda b, x: (b > 1) // (b > 0), "not implemented for 'Bool'"),
+    "floor in place": (lambda b, x: (b > 1).floor_divide_(b), "can't be cast"),
+    "lerp": (lambda b, x: torch.lerp(x, x.half(), 0.5), "expected dtype float for `end`"),
+    "heaviside": (lambda b, x: torch.heaviside(x, b), "tensors with different dtypes"),
+    "mean": (lambda b, x: b.mean(), "could not infer output dtype"),
+    "deviation": (lambda b, x: torch.std(b, 0), "std and var only support floating point"),
+    "norm": (lambda b, x: torch.linalg.vector_norm(b), "Expected a floating point or complex"),
+    "softmax": (lambda b, x: torch.softmax(b, 0), "not implemented for 'Byte'"),
+    "largest": (lambda b, x: (b > 1).argmax(), "does not support bool"),
+    "fill": (lambda b, x: x.clone().fill_(x), "0-dimension value tensor but got .* 1 dim"),
+    "half in place": (lambda b, x: x.half().sum().add_(x.half()), "fewer dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_pytorch_refuses_is_refused(name):
+    function, text = REFUSED[name]
+    given = {"b": torch.tensor([1, 2, 3], dtype=torch.uint8), "x": torch.randn(3)}
+    with pytest.raises(RuntimeError):
+        function(given["b"], given["x"])
+    with pytest.raises(ProgramError, match=text):
+        check(lambda given: {"out": function(given["b"], given["x"])}, given)
+
+
 LISTS = {
     "a float after a whole number": [1, 2.5],
     "a number after a boolean": [True, 2],

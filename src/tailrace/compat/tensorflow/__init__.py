@@ -29,6 +29,7 @@ import numpy as np
 import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import namespaces as _namespaces
+from tailrace.compat.tensorflow import older_words as _older
 from tailrace.compat.tensorflow import structures as _structures
 from tailrace.compat.tensorflow import tensors as _tensors
 from tailrace.compat.tensorflow.arrays import TensorArray
@@ -208,7 +209,6 @@ _INITIALIZERS = {
     "orthogonal_initializer": "Orthogonal",
     "random_normal_initializer": "RandomNormal",
     "random_uniform_initializer": "RandomUniform",
-    "truncated_normal_initializer": "TruncatedNormal",
     "variance_scaling_initializer": "VarianceScaling",
     "zeros_initializer": "Zeros",
 }
@@ -238,13 +238,8 @@ _LATE = {
     "initializers": lambda: _keras().initializers,
     "train": lambda: _v1().train,
     "estimator": _estimator,
-    "Session": lambda: _v1().Session,
-    "placeholder": lambda: _v1().placeholder,
-    "get_variable": lambda: _v1().get_variable,
-    "variable_scope": lambda: _v1().variable_scope,
-    "global_variables_initializer": lambda: _v1().global_variables_initializer,
+    **{name: _partial(_older.begin, name, _v1) for name in _older.WORDS},
     "Graph": lambda: _v1().Graph,
-    "layers": lambda: _v1().layers,
     "gradients": lambda: _v1().gradients,
 }
 
@@ -266,6 +261,8 @@ __all__ = [  # the rest is looked up
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    if _older.is_changed(name):
+        return getattr(_v1(), name)
     return _namespaces.look_up("", name, _NAMES, _LATE, on_host=False)
 
 

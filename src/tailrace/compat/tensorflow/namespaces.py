@@ -54,9 +54,9 @@ class Namespace(types.ModuleType):
 def look_up(
     path: str,
     name: str,
-    names: Mapping[str, Any],
-    late: Mapping[str, Callable[[], Any]],
-    on_host: bool,
+    names: Mapping[str, Any] = types.MappingProxyType({}),
+    late: Mapping[str, Callable[[], Any]] = types.MappingProxyType({}),
+    on_host: bool = False,
 ) -> Any:
     """A name of a module, or the error that says what there is instead."""
     full = f"{path}.{name}" if path else name

@@ -6,6 +6,7 @@ first imported, and for the rest of the process:
 
     numpy, get_shape, set_shape, ref   methods; none of these classes has one of these names
     assign, assign_add, assign_sub     of an array that is a part of a variable; others have none
+    value                              of a variable, read by such a module: `v.value()` and `v.value`
     shape, dtype                       read by a module that imports `compat.tensorflow`: TensorFlow's
                                        classes, which are accepted where JAX's are. Read by any other
                                        code, JAX and Keras included: what they always were
@@ -31,7 +32,7 @@ from tailrace.compat.ipu.graph import deferred, variable_parts
 from tailrace.compat.ipu.graph.variables import Variable as GraphVariable
 from tailrace.compat.tensorflow.dtypes import DTYPES
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
-from tailrace.compat.tensorflow.variables import Reference, Variable
+from tailrace.compat.tensorflow.variables import Reference, Value, Variable
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import PACKAGE as JAX
@@ -64,6 +65,7 @@ def add_methods() -> None:
     for kind in (Variable, GraphVariable):
         _show(kind, "shape", TensorShape)
         _show(kind, "dtype", _dtype)
+    Variable.value = property(_value, doc=Variable.value.__doc__)  # type: ignore[assignment]
     deferred.later["dtype"] = _dtype
 
 
@@ -104,6 +106,17 @@ def _show(kind: type, name: str, shown: Callable[[Any], Any]) -> None:
         return shown(get(self)) if found[1] else get(self)
 
     setattr(kind, name, property(read, plain.fset, doc=plain.__doc__))
+
+
+def _value(variable: Variable) -> Any:
+    """Keras reads an attribute, TensorFlow's programs call a method."""
+    # Looked up now: a tape replaces that of Keras by one that it hears.
+    array = super(Variable, variable).value
+    names = sys._getframe(1).f_globals
+    found = _seen.get(id(names))
+    if found is None or found[0] != len(names):
+        found = _look_through(names)
+    return Value(array, variable) if found[1] else array
 
 
 _seen: dict[int, tuple[int, bool, dict[str, Any]]] = {}

@@ -57,10 +57,78 @@ class Reference:
         return id(self._inner)
 
 
+class Value:
+    """`v.value`: called it is TensorFlow's method, else it computes as Keras' attribute, an array."""
+
+    __slots__ = ("_array", "_variable")
+
+    def __init__(self, array: Any, variable: Variable) -> None:
+        self._array, self._variable = array, variable
+
+    def __call__(self) -> Any:
+        """The value; in a graph of TensorFlow 1, that which it has when a session runs."""
+        return self._variable.read_value()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+    def __jax_array__(self) -> Any:
+        return self._array
+
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return repr(self._array)
+
+
+def _of_array(name: str) -> Callable[..., Any]:
+    def computed(self: Value, *others: Any) -> Any:
+        return getattr(self._array, name)(*others)
+
+    return computed
+
+
+for _name in (
+    *(
+        "abs",
+        "add",
+        "and",
+        "bool",
+        "eq",
+        "float",
+        "floordiv",
+        "ge",
+        "getitem",
+        "gt",
+        "index",
+        "int",
+    ),
+    *(
+        "invert",
+        "iter",
+        "le",
+        "len",
+        "lt",
+        "matmul",
+        "mod",
+        "mul",
+        "ne",
+        "neg",
+        "or",
+        "pow",
+        "radd",
+    ),
+    *("rfloordiv", "rmatmul", "rmul", "rpow", "rsub", "rtruediv", "sub", "truediv", "xor"),
+):
+    setattr(Value, f"__{_name}__", _of_array(f"__{_name}__"))
+
+
 class Variable(keras.Variable):
     """An array that programs read and change: a `keras.Variable` with TensorFlow's arguments.
 
-    Its `value` is an attribute, as in Keras. 64-bit dtypes become 32-bit.
+    Its `value` is an attribute, as in Keras, and can be called, as in TensorFlow. 64-bit dtypes become
+    32-bit.
 
     Args:
         initial_value: an array, a number, or a function that returns one.

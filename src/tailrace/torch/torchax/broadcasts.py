@@ -18,13 +18,11 @@ import torch.nn.functional as functional
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.torch.calls.containers import flatten, rebuild
+from tailrace.torch.torchax.results import is_in_place, is_pointwise
 
 aten = torch.ops.aten
 
 _NARROW = (jnp.float16, jnp.bfloat16)
-
-_POINTWISE = frozenset({aten._prelu_kernel, aten.rsub})
-"""Functions of each entry that PyTorch does not call so."""
 
 
 def spread(x: TensorLike, shape: tuple[int, ...]) -> Any:
@@ -38,9 +36,8 @@ def spread_out(
     func: Callable[..., Any], args: Tree, kwargs: Tree, tensor: Callable[[Any], Any]
 ) -> tuple[Any, Any]:
     """The arguments of a function of each entry, those of 16 bits in the shape of its result."""
-    packet = getattr(func, "overloadpacket", None)
-    if torch.Tag.pointwise not in getattr(func, "tags", ()) and packet not in _POINTWISE:
-        return args, kwargs
+    if not is_pointwise(func) or (isinstance(func, torch._ops.OpOverload) and is_in_place(func)):
+        return args, kwargs  # what is written in place is no copy; the operation inside is spread
     traced = [leaf for _, leaf in flatten((args, kwargs)) if hasattr(leaf, "jax")]
     shapes = {tuple(leaf.shape) for leaf in traced}
     # Nothing is broadcast, or nothing is narrow: the usual case, found without reading values.

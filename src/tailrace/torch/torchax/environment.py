@@ -20,6 +20,7 @@ from tailrace.data.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
+from tailrace.torch.torchax.common_dtypes import in_common_dtype, refuse_as_pytorch
 from tailrace.torch.torchax.copies import deep_copied, reduced
 from tailrace.torch.torchax.env import Env
 from tailrace.torch.torchax.indexed_writes import set_item
@@ -262,10 +263,12 @@ def make_environment() -> Any:
             args, kwargs = cast_arguments(func, args, kwargs)
             if (plain := _out_of_place(func)) is not None:
                 results.check_cast(plain, args, kwargs)
+            refuse_as_pytorch(func, args, kwargs)
             args, kwargs = results.with_numbers_stored(func, args, kwargs)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
-            # In this order: `dtype=` decides what is computed in, then integers become floats, then
-            # 16 bits become 32; only then are shapes known for broadcasting.
+            # In this order: `dtype=` decides what is computed in, then integers get a common dtype or
+            # become floats, then 16 bits become 32; only then are shapes known for broadcasting.
+            first, rest = in_common_dtype(func, first, rest, self._as_dtype)
             first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
                 first, rest = results.widened(first, rest, self._as_dtype)
@@ -385,7 +388,9 @@ def _with_data(self: TensorLike, value: TensorLike) -> None:
 def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, env: Env) -> Any:
     """Copy one tensor into another, keeping its shape and dtype, which torchax's does not."""
     held = x.jax()
-    source = source if hasattr(source, "jax") else env.to_xla(source)
+    if not hasattr(source, "jax"):
+        number = isinstance(source, bool | int | float | complex)
+        source = env.j2t_iso(jnp.asarray(source)) if number else env.to_xla(source)
     new = jnp.broadcast_to(results.as_dtype(source.jax(), held.dtype), held.shape)
     if hasattr(x, "_elem"):
         x._elem = new
@@ -398,6 +403,11 @@ def _filled(x: TensorLike, value: TensorLike = 0, *, env: Env) -> Any:
     """Fill a tensor, or a slice of one, for which torchax's has no effect."""
     held = x.jax()
     if hasattr(value, "jax"):
+        if value.dim():
+            raise RuntimeError(
+                f"fill_ only supports 0-dimension value tensor but got tensor with {value.dim()} "
+                f"dimensions."
+            )
         value = results.as_dtype(value.jax(), held.dtype)
     return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
 

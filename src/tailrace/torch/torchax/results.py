@@ -64,10 +64,14 @@ def _without_values(value: object) -> Any:
         return torch.device("meta")
     if not isinstance(value, torch.Tensor):
         return value
-    dtype = value.dtype
+    return torch.empty(tuple(value.shape), dtype=as_wide(value.dtype), device="meta")
+
+
+def as_wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of the program as the user's: integers of 64 bits have 32 on devices."""
     if dtype == torch.int32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        dtype = torch.int64  # most likely, and the only one that indices may have
-    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
+        return torch.int64  # most likely, and the only one that indices may have
+    return dtype
 
 
 def corrected(
@@ -160,6 +164,7 @@ _STORED: dict[Any, int] = {
     aten.scatter: 3,
     aten.scatter_: 3,
     functional.pad: 3,
+    torch.full: 1,
 }
 """Operations that store a number in a tensor, and its place among their arguments."""
 
@@ -196,11 +201,21 @@ def check_cast(
         kwargs: the keyword arguments.
     """
     # What stores a value (`fill_`, `copy_`) is of the tensor's dtype, and casts.
-    if torch.Tag.pointwise not in plain.tags or args[0].is_floating_point():
+    if not is_pointwise(plain) or args[0].is_floating_point():
         return
     wanted = expected(plain, args, kwargs)
     if isinstance(wanted, torch.Tensor) and not torch.can_cast(wanted.dtype, args[0].dtype):
         raise RuntimeError(_uncastable(wanted.dtype, args[0].dtype))
+
+
+_POINTWISE = frozenset({aten._prelu_kernel, aten.floor_divide, aten.rsub})
+"""Functions of each entry that PyTorch does not call so."""
+
+
+def is_pointwise(func: Callable[..., Any]) -> bool:
+    """Whether an operation computes each entry by itself, of arguments that are broadcast."""
+    packet = getattr(func, "overloadpacket", None)
+    return torch.Tag.pointwise in getattr(func, "tags", ()) or packet in _POINTWISE
 
 
 def is_in_place(func: torch._ops.OpOverload) -> bool:
@@ -335,8 +350,7 @@ def as_floats(
 ) -> tuple[Any, Any]:
     """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
     or booleans and the result is not."""
-    # PyTorch's own list of elementwise operations.
-    if torch.Tag.pointwise not in getattr(func, "tags", ()):
+    if not is_pointwise(func):
         return args, kwargs
     tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not tensors or any(t.is_floating_point() or t.is_complex() for t in tensors):

@@ -1,8 +1,9 @@
-"""Attributes of modules that forward sets to tensors of the program.
+"""Attributes of modules that forward sets to tensors of the program, and numbers that it changes.
 
 Such a tensor has a value only while the program runs: after the trace it is a name for nothing. What a
 module had before is put back, so that the next trace begins like the first and the host finds no such
-tensor. An attribute that forward first uses and then sets is state that would be lost.
+tensor. An attribute that forward first uses and then sets is state that would be lost. A number, such
+as a count of calls, changes while forward is traced and not while it runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tailrace.messages import note_once
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.tracing.watch import Watch, is_traced
 
+_NUMBERS = (bool, int, float)
+
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 """Parameters, buffers, modules and hooks, which have rules of their own."""
 
@@ -31,6 +34,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """
     before = [(path, inner, _held(inner)) for path, inner in root.named_modules()]
     changed: list[tuple[str, Any]] = []
+    counted: list[tuple[str, Any, Any]] = []
     try:
         yield
     finally:
@@ -41,10 +45,23 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
                 if not type(inner).__module__.startswith("torch."):
                     changed.append((f"{path}.{name}".strip("."), held.get(name, (None,))[0]))
                 _put_back(vars(inner), name, held)
+            for name, (number, _) in held.items():
+                now = vars(inner).get(name)
+                if type(number) in _NUMBERS and type(now) in _NUMBERS and now != number:
+                    counted.append((f"{path}.{name}".strip("."), number, now))
+                    vars(inner)[name] = number
             for name in _traced_in(vars(inner)["_buffers"]):  # None before, or not there
                 changed.append((f"{path}.{name}".strip("."), None))
                 inner._buffers[name] = None
     # After everything is put back: an error must not leave tensors of the program in the module.
+    for name, number, now in counted:
+        note_once(
+            f"forward of {type(root).__name__} changes the attribute {name!r} from {number!r} to "
+            f"{now!r}. It is traced once, and every call runs with {number!r}; the attribute stays so. "
+            f"What changes from call to call is an argument of the call, or a buffer that is updated "
+            f"in place: register_buffer, then add_ or copy_.",
+            key=f"number changed in forward {type(root).__name__} {name}",
+        )
     for name, value in changed:
         if any(id(leaf) in watch.constants for _, leaf in flatten(value)):
             raise ProgramError(

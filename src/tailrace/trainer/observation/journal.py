@@ -121,7 +121,7 @@ class Journal:
             self.records.runs.end()
 
     def began(self, ready: jax.Array, dispatches: int = 1) -> None:
-        """Take in that an execution was dispatched, in so many parts; `ready` is ready at its end."""
+        """Take in that an execution was dispatched, in parts; `ready` is ready at its end."""
         if self._times is not None:
             self._times.began(ready, dispatches)
 

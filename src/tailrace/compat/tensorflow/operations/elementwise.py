@@ -67,7 +67,6 @@ UNARY: dict[str, Any] = {
 
 BINARY: dict[str, Any] = {
     "add": ops.add,
-    "atan2": ops.arctan2,
     "divide": ops.divide,
     "divide_no_nan": ops.divide_no_nan,
     "equal": ops.equal,
@@ -100,7 +99,6 @@ AT_TOP = frozenset(
         "asin",
         "asinh",
         "atan",
-        "atan2",
         "atanh",
         "cos",
         "cosh",
@@ -258,6 +256,12 @@ def clip_by_global_norm(t_list: Tree, clip_norm: TensorLike, use_norm: TensorLik
 def identity(input: TensorLike) -> Any:
     """The same values."""
     return tensor(input)
+
+
+@operation("math.atan2", "atan2")
+def atan2(y: TensorLike, x: TensorLike) -> Any:
+    """The angle of points; the height comes first."""
+    return ops.arctan2(tensor(y), tensor(x))
 
 
 @operation("stop_gradient")

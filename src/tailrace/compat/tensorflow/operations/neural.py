@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from keras import ops
 
 from tailrace.compat.arguments import Axes, SeedLike
+from tailrace.compat.tensorflow.older_words import note_read
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.random_numbers import next_seed
 from tailrace.compat.tensorflow.operations.table import only, operation
@@ -150,6 +151,19 @@ def batch_normalization(
 
 
 @operation("nn.dropout")
+def dropout_now(
+    x: TensorLike,
+    rate: TensorLike = None,
+    noise_shape: ShapeLike = None,
+    seed: SeedLike = None,
+    **older: Any,
+) -> Any:
+    """Elements set to 0 by chance, the others scaled up; the second argument is the share that goes."""
+    if "keep_prob" not in older:
+        note_read("nn.dropout")
+    return dropout(x, rate, noise_shape, seed, **older)
+
+
 def dropout(
     x: TensorLike,
     rate: TensorLike = None,

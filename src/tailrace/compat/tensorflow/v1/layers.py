@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.compat.arguments import SeedLike
 from tailrace.compat.ipu.graph.named_variables import free_scope, get_variable, variable_scope
 from tailrace.compat.ipu.graph.state import kept
 from tailrace.compat.tensorflow.operations import neural
@@ -84,30 +85,58 @@ def conv2d(
 
 
 def max_pooling2d(
-    inputs: TensorLike, pool_size: ShapeLike, strides: ShapeLike, padding: str = "valid", **_: Any
+    inputs: TensorLike,
+    pool_size: ShapeLike,
+    strides: ShapeLike,
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    name: str | None = None,
 ) -> Any:
     """The largest value of each part of an image."""
+    _check_format("max_pooling2d", data_format)
     pool = OPERATIONS["nn.max_pool2d"]
     return pool(inputs, _pair(pool_size), _pair(strides), padding.upper())
 
 
 def average_pooling2d(
-    inputs: TensorLike, pool_size: ShapeLike, strides: ShapeLike, padding: str = "valid", **_: Any
+    inputs: TensorLike,
+    pool_size: ShapeLike,
+    strides: ShapeLike,
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    name: str | None = None,
 ) -> Any:
     """The mean of each part of an image."""
+    _check_format("average_pooling2d", data_format)
     pool = OPERATIONS["nn.avg_pool2d"]
     return pool(inputs, _pair(pool_size), _pair(strides), padding.upper())
 
 
-def flatten(inputs: TensorLike, **_: Any) -> Any:
+def flatten(inputs: TensorLike, name: str | None = None, data_format: str = "channels_last") -> Any:
     """The elements of each row of a batch, in one axis."""
+    _check_format("flatten", data_format)
     size = 1
     for length in inputs.shape[1:]:
         size *= length
     return reshape(inputs, [-1, size])
 
 
-def dropout(inputs: TensorLike, rate: float = 0.5, training: bool = False, **_: Any) -> Any:
+def _check_format(layer: str, data_format: str) -> None:
+    if data_format != "channels_last":
+        raise OptionError(
+            f"tf.layers.{layer} takes images whose channels come last. Received: "
+            f"data_format={data_format!r}. Use tf.transpose before."
+        )
+
+
+def dropout(
+    inputs: TensorLike,
+    rate: float = 0.5,
+    noise_shape: ShapeLike = None,
+    seed: SeedLike = None,
+    training: bool = False,
+    name: str | None = None,
+) -> Any:
     """While training, elements set to zero at random; otherwise what is given.
 
     Raises:
@@ -119,7 +148,7 @@ def dropout(inputs: TensorLike, rate: float = 0.5, training: bool = False, **_: 
             f"tf.layers.dropout(training=...) is True or False when the program is made. Received: "
             f"{type(training).__name__}. Use tf.cond(training, ...) around it."
         )
-    return neural.dropout(inputs, rate=rate) if training else inputs
+    return neural.dropout(inputs, rate, noise_shape, seed) if training else inputs
 
 
 LAYERS = {

@@ -98,11 +98,49 @@ def moments(
     return neural.moments(x, axes, keepdims=keep_dims or keepdims)
 
 
-@operation("compat.v1.nn.in_top_k")
+@operation("compat.v1.nn.in_top_k", "compat.v1.math.in_top_k")
 def in_top_k(predictions: TensorLike, targets: TensorLike, k: int) -> Any:
     """Whether the target of each row is among its k largest elements."""
     # TensorFlow 2 has swapped the first two.
     return reductions.in_top_k(targets, predictions, k)
+
+
+@operation("compat.v1.nn.softmax_cross_entropy_with_logits")
+def softmax_cross_entropy_with_logits(
+    _sentinel: object = None,
+    labels: TensorLike = None,
+    logits: TensorLike = None,
+    dim: int = -1,
+    *,
+    axis: int | None = None,
+) -> Any:
+    """The cross entropy of distributions, for each row; without a gradient of the labels.
+
+    Raises:
+        OptionError: labels and logits are not given by name.
+    """
+    if _sentinel is not None or labels is None or logits is None:
+        raise OptionError(
+            "tf.nn.softmax_cross_entropy_with_logits of TensorFlow 1 takes named arguments: "
+            "labels=..., logits=..."
+        )
+    # That of `..._v2`, and of TensorFlow 2, goes to the labels too.
+    labels = ops.stop_gradient(tensor(labels))
+    return neural.softmax_cross_entropy_with_logits(labels, logits, dim if axis is None else axis)
+
+
+@operation("compat.v1.nn.embedding_lookup")
+def embedding_lookup(
+    params: Tree,
+    ids: TensorLike,
+    partition_strategy: str = "mod",
+    name: str | None = None,
+    validate_indices: bool = True,
+    max_norm: TensorLike = None,
+) -> Any:
+    """Rows of a table."""
+    del partition_strategy, name, validate_indices  # of a table in one part they say nothing
+    return neural.embedding_lookup(params, ids, max_norm)
 
 
 def _of_value(path: str) -> None:

@@ -226,6 +226,16 @@ def at_indices_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def wide_sums_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A running sum or product; of narrow integers and booleans it is wide, as their sum is."""
+
+    def run(x: TensorLike, *args: Any, **named: Any) -> Any:
+        narrow = not jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
+        return theirs(x.astype(jnp.int32) if narrow else x, *args, **named)
+
+    return run
+
+
 def _lu(x: TensorLike, *, pivot: bool = True) -> tuple[Any, Any, Any]:
     """The permutation and the two factors."""
     if not pivot:
@@ -442,6 +452,8 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
 WRAPPED: dict[Any, Callable[..., Any]] = {
     aten.cummax: at_indices_of,
     aten.cummin: at_indices_of,
+    aten.cumprod: wide_sums_of,
+    aten.cumsum: wide_sums_of,
     aten.linalg_pinv: pinv_of,
 }
 """Lowerings of torchax that run inside others."""

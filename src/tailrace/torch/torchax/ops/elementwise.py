@@ -124,12 +124,24 @@ def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: TensorLike, exponent: TensorLike) -> Any:
         if not (_is_whole(x) and _is_whole(exponent)):
             return theirs(x, exponent)
+        if isinstance(exponent, int):  # one below 0 is refused by PyTorch, and before
+            return jax.lax.integer_pow(jnp.int32(x), exponent)
+        bits = jnp.iinfo(exponent.dtype).bits
         base, exponent = jnp.broadcast_arrays(jnp.int32(x), jnp.int32(exponent))
         ones = jnp.where((base == 1) | ((base == -1) & (exponent % 2 == 0)), 1, 0)
         below = jnp.where((base == -1) & (exponent % 2 == 1), -1, ones)  # 1 / x, towards 0
-        return jnp.where(exponent < 0, below, jnp.power(base, jnp.maximum(exponent, 0)))
+        return jnp.where(exponent < 0, below, _multiplied(base, exponent, bits))
 
     return run
+
+
+def _multiplied(base: jax.Array, exponent: jax.Array, bits: int) -> jax.Array:
+    """A power by squares, with what overflows cut off; JAX's own looks at six bits of an exponent."""
+    found = jnp.ones_like(base)
+    for bit in range(min(bits, 31)):
+        found = jnp.where((exponent >> bit) & 1 == 1, found * base, found)
+        base = base * base
+    return found
 
 
 def _is_whole(value: object) -> bool:

@@ -18,10 +18,12 @@ from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import checkpoints as _checkpoints
 from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
+from tailrace.compat.tensorflow.namespaces import look_up as _look_up
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
 from tailrace.compat.tensorflow.v1 import averages as _averages
 from tailrace.compat.tensorflow.v1 import decays as _decays  # noqa: F401  (fills the table)
 from tailrace.compat.tensorflow.v1 import gradients as _gradients  # noqa: F401
+from tailrace.compat.tensorflow.v1 import initializers as _initializers
 from tailrace.compat.tensorflow.v1 import iterators as _iterators
 from tailrace.compat.tensorflow.v1 import layers as _layers
 from tailrace.compat.tensorflow.v1 import losses as _losses
@@ -86,7 +88,8 @@ class _Former(_Namespace):
 
     def __getattr__(self, name: str) -> Any:
         found = _OPERATIONS.get(f"{self._path}.{name}")
-        return getattr(getattr(_tf, self._otherwise), name) if found is None else found
+        # Not `_tf.nn`, which is this one in a program of TensorFlow 1.
+        return getattr(_look_up("", self._otherwise), name) if found is None else found
 
 
 train = _Namespace(
@@ -135,6 +138,7 @@ GraphKeys = _Namespace(
 )
 losses = _Namespace("compat.v1.losses", _losses.LOSS_NAMES)
 nn = _Former("compat.v1.nn", "nn")
+math = _Former("compat.v1.math", "math")
 data = _Namespace("data", _iterators.ITERATORS, on_host=True)
 summary = _Namespace("compat.v1.summary", _summaries.SUMMARIES)
 layers = _Namespace("compat.v1.layers", _layers.LAYERS)
@@ -149,7 +153,7 @@ class _Metrics:
     """Keras' metrics; those of TensorFlow 1 are refused."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(_tf.metrics, name, None)
+        found = getattr(_tf.keras.metrics, name, None)
         if found is None:
             raise _RefusedName(
                 f"tf.metrics.{name} kept sums in local variables. Compute the value of a batch: "
@@ -160,6 +164,18 @@ class _Metrics:
 
 
 metrics = _Metrics()
+
+
+class _Initializers:
+    """`tf.initializers`: those of TensorFlow 1 under their short names, and Keras' classes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if f"{name}_initializer" in (*_initializers.INITIALIZERS, *_tf._INITIALIZERS):
+            return __getattr__(f"{name}_initializer")
+        return getattr(_tf.keras.initializers, name)
+
+
+initializers = _Initializers()
 
 
 def to_float(x: _TensorLike, name: str | None = None) -> Any:
@@ -219,6 +235,8 @@ def __getattr__(name: str) -> Any:
         return _nothing
     if name in _HOST:
         return _host.named(f"compat.v1.{name}")
+    if name in _initializers.INITIALIZERS:
+        return _initializers.INITIALIZERS[name]
     path = _RENAMED.get(name, name)
     # First what TensorFlow 1 computes otherwise, then what only has another name since.
     if f"compat.v1.{name}" in _OPERATIONS:
