@@ -17,7 +17,7 @@ import keras
 from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
-from tailrace.feeds.waiting import Awaited, Heartbeat, Patience
+from tailrace.feeds.waiting import Heartbeat, Patience
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
@@ -26,7 +26,7 @@ from tailrace.keras.data.batch_counts import (
     remainders,
 )
 from tailrace.keras.data.copied_batches import copy_batches
-from tailrace.keras.data.first_batch import FirstBatch
+from tailrace.keras.data.first_batch import FirstBatch, ReadsHere
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
@@ -457,7 +457,8 @@ class Adopted(Setters, Assigning, LookingBack):
             model.steps_per_execution = pacing.execution
         try:
             # A call inside another one has its notes.
-            noting = Heartbeat(_Reads(self)) if len(running) == 1 else contextlib.nullcontext()
+            reads = ReadsHere(self.first_batch, lambda: self.programs.values())
+            noting = Heartbeat(reads) if len(running) == 1 else contextlib.nullcontext()
             with in_scope(), noting:
                 yield
         finally:
@@ -469,25 +470,6 @@ class Adopted(Setters, Assigning, LookingBack):
             program = self.programs.get(mode)
             if program is not None:
                 program.end()
-
-
-class _Reads:
-    """The data that calls of `fit`, `evaluate` and `predict` read in the thread of their caller."""
-
-    def __init__(self, adopted: Adopted) -> None:
-        self._adopted = adopted
-
-    def awaited(self) -> str:
-        """What is awaited, for messages."""
-        return max(self._read(), key=lambda read: read.waited_s()).awaited()
-
-    def waited_s(self) -> float:
-        """For how long it has been awaited, in seconds; 0 if nothing is."""
-        return max(read.waited_s() for read in self._read())
-
-    def _read(self) -> list[Awaited]:
-        read = [program.reading() for program in [*self._adopted.programs.values()]]
-        return [self._adopted.first_batch, *(one for one in read if one is not None)]
 
 
 class _Function:

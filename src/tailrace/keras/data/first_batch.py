@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from tailrace.feeds.background import Worker
-from tailrace.feeds.waiting import Lasting, Patience
+from tailrace.feeds.waiting import Awaited, Lasting, Patience
 
 Read = TypeVar("Read")
 
@@ -70,6 +70,30 @@ class FirstBatch:
             return future.result()
         finally:
             worker.stop(0.0)  # a read that blocks is abandoned
+
+
+class ReadsHere:
+    """The data that calls of `fit`, `evaluate` and `predict` read in the thread of their caller.
+
+    Args:
+        first: reads the first batch.
+        programs: returns the programs, which read the others.
+    """
+
+    def __init__(self, first: FirstBatch, programs: Callable[[], Iterable[Any]]) -> None:
+        self._first, self._programs = first, programs
+
+    def awaited(self) -> str:
+        """What is awaited, for messages."""
+        return max(self._read(), key=lambda read: read.waited_s()).awaited()
+
+    def waited_s(self) -> float:
+        """For how long it has been awaited, in seconds; 0 if nothing is."""
+        return max(read.waited_s() for read in self._read())
+
+    def _read(self) -> list[Awaited]:
+        read = [program.reading() for program in [*self._programs()]]
+        return [self._first, *(one for one in read if one is not None)]
 
 
 class _Asked:
