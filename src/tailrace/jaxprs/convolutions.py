@@ -19,10 +19,11 @@ in the entry / in a scan / in the scan in the form chosen here:
     depthwise, 20x20, batch 8, weight gradient                      1.0 / 41.7 /  1.4   products
     3 dims, 3x3x3, 32 channels, 10x10x10, batch 2: forward         13.6 / 16.8 /  5.4   matmuls
     the same, strided, input gradient                              82.0 / 18.0 /  7.6   matmuls
-    features first, 512 channels, 4x4, batch 16, weight gradient   25.7 / 25.7 / 14.9   swapped
+    features first, 512 channels, 4x4, batch 16, weight gradient   40.0 / 1279 / 27.8   swapped
 
-The library's form is bit-equal to one jit call per step, which runs the same kernel; the other forms,
-and weight gradients of grouped convolutions, sum in another order.
+The library's form is bit-equal to one jit call per step, which runs the same kernel, and so is the
+swapped one in all measurements; the other forms, and weight gradients of grouped convolutions, sum in
+another order.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
