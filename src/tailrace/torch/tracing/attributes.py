@@ -53,7 +53,6 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
             for name in _traced_in(vars(inner)["_buffers"]):  # None before, or not there
                 changed.append((f"{path}.{name}".strip("."), None))
                 inner._buffers[name] = None
-    # After everything is put back: an error must not leave tensors of the program in the module.
     for name, number, now in counted:
         note_once(
             f"forward of {type(root).__name__} changes the attribute {name!r} from {number!r} to "
@@ -62,6 +61,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
             f"in place: register_buffer, then add_ or copy_.",
             key=f"number changed in forward {type(root).__name__} {name}",
         )
+    # After everything is put back: an error must not leave tensors of the program in the module.
     for name, value in changed:
         if any(id(leaf) in watch.constants for _, leaf in flatten(value)):
             raise ProgramError(
