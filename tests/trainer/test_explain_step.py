@@ -12,7 +12,7 @@ from tailrace.errors import DataError, OptionError
 from tailrace.runs.audit import audit
 from tailrace.trainer.callbacks.callback import Execution
 from tailrace.trainer.lookback import examples
-from tailrace.trainer.lookback.explain_step import _numbered
+from tailrace.trainer.lookback.explain_step import numbered
 
 ROWS, BATCH = 640, 8
 
@@ -164,11 +164,11 @@ def test_rows_without_loss_or_gradient_do_not_stand_out():
     found = np.zeros(8, examples.EXAMPLE)
     found["position"] = np.arange(8)
     found["loss"] = found["gradient_norm"] = [1.0, 0.9, 0.0, 1.1, 40.0, 0.0, 1.2, 0.8]
-    rows = _numbered([], (0, 0, 1), found)
+    rows = numbered([], (0, 0, 1), found)
     assert (rows["position"][0], set(rows["position"][-2:])) == (4, {2, 5})
     assert np.isfinite(rows["score"]).all()
     found["loss"] = found["gradient_norm"] = 0.0  # a loss that one row alone does not have
-    assert (_numbered([], (0, 0, 1), found)["score"] == 0).all()
+    assert (numbered([], (0, 0, 1), found)["score"] == 0).all()
 
 
 def test_a_dataset_without_numbered_rows_names_the_element(spiked):

@@ -123,7 +123,7 @@ def explain_step(
         elements, spec = rerun.elements, rerun.spec
         found = example_gradients(rerun.engine, state, gradients, elements, spec)
     proved = comparison.proved(step, step + 1)
-    rows = _numbered(dataset, results.reading, found)
+    rows = numbered(dataset, results.reading, found)
     loss = float(np.mean(results.scalars["loss"]))
     growth = _growth(before, _norms(records))
     return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
@@ -148,7 +148,7 @@ def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, 
     }
 
 
-def _numbered(
+def numbered(
     dataset: object, reading: tuple[int, int, int] | None, found: np.ndarray
 ) -> np.ndarray:
     """Rows with their numbers in the dataset and their scores; those that stand out most first."""
