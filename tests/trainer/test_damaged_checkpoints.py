@@ -249,7 +249,8 @@ def test_who_plants_a_checkpoint_gets_a_sentence_and_no_tracebacks(whole, tmp_pa
     (manifest,) = path.glob("*/manifest.ocdbt")
     content = manifest.read_bytes()
     manifest.write_bytes(content[:8])
-    with pytest.raises(CheckpointError, match="damaged: its descriptions cannot be read"):
+    # Whichever of Orbax' reads fails first.
+    with pytest.raises(CheckpointError, match=r"step-12' (is damaged: |cannot be read: )"):
         orbax_files.read(path)
     loop = asyncio.new_event_loop()
     for text in (f"cannot open {path}/state", "the user's own"):  # of tasks that nobody awaits
@@ -257,7 +258,8 @@ def test_who_plants_a_checkpoint_gets_a_sentence_and_no_tracebacks(whole, tmp_pa
     loop.close()
     gc.collect()
     logged = [str(record.exc_info[1]) for record in caplog.records if record.name == "asyncio"]
-    assert logged == ["the user's own"]
+    assert not [text for text in logged if str(path) in text]
+    assert "the user's own" in logged
     manifest.write_bytes(content)
     arrays, _ = orbax_files.read(path)
     assert "state/params/w" in arrays

@@ -44,8 +44,7 @@ class _Unawaited(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is logged."""
-        error = record.exc_info[1] if record.exc_info else None
-        text = "" if error is None else str(error)
+        text = f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}"
         return not any(path in text for path in [*self.paths])
 
 
