@@ -90,36 +90,9 @@ def _of_array(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *(
-        "abs",
-        "add",
-        "and",
-        "bool",
-        "eq",
-        "float",
-        "floordiv",
-        "ge",
-        "getitem",
-        "gt",
-        "index",
-        "int",
-    ),
-    *(
-        "invert",
-        "iter",
-        "le",
-        "len",
-        "lt",
-        "matmul",
-        "mod",
-        "mul",
-        "ne",
-        "neg",
-        "or",
-        "pow",
-        "radd",
-    ),
-    *("rfloordiv", "rmatmul", "rmul", "rpow", "rsub", "rtruediv", "sub", "truediv", "xor"),
+    *("abs", "add", "and", "bool", "eq", "float", "floordiv", "ge", "getitem", "gt", "index"),
+    *("int", "invert", "iter", "le", "len", "lt", "matmul", "mod", "mul", "ne", "neg", "or", "pow"),
+    *("radd", "rfloordiv", "rmatmul", "rmul", "rpow", "rsub", "rtruediv", "sub", "truediv", "xor"),
 ):
     setattr(Value, f"__{_name}__", _of_array(f"__{_name}__"))
 
