@@ -190,7 +190,16 @@ class Kind:
             return matmuls_by_kernel
         elif self._transposes_much():
             return swapped
-        return None if self._in_order() else library
+        return None if self._in_order() and not self.crops_and_pads else library
+
+    @property
+    def crops_and_pads(self) -> bool:
+        """Whether a dim is cropped on one side and padded on the other.
+
+        XLA computes that wrong on a CPU (docs/upstream/xla_cpu_negative_padding.md). The gradient of
+        the input has it where the padding of one side alone is as long as the kernel.
+        """
+        return any(min(sides) < 0 < max(sides) for sides in self.params["padding"])
 
     def _slow_in_library(self) -> bool:
         """Whether the library is slow at it: a large kernel and a small result (weight gradients)."""
@@ -204,7 +213,7 @@ class Kind:
         plain = all(step == 1 for name in changes for step in self.params[name])
         # The swapped form sums over the space of the left operand instead of that of the kernel.
         no_more = math.prod(self.lhs[1:-1]) <= math.prod(self.rhs[:-2])
-        # JAX 0.10's CPU compiler computes wrong results with negative padding on one side.
+        # XLA computes some of these wrong; see `crops_and_pads`.
         padded = all(side >= 0 for sides in self.swapped_padding() for side in sides)
         size = self.lhs[0] * math.prod(self.space) * self.rhs[-1]
         return columns < rows and plain and no_more and padded and size >= LARGE
@@ -276,12 +285,15 @@ def library(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     params = kind.params
     lhs, rhs = _ordered(kind, lhs, rhs)
     space = "012"[: len(kind.space)]
+    padding, spread = params["padding"], params["lhs_dilation"]
+    if kind.crops_and_pads:
+        lhs, padding, spread = _padded(kind, lhs), "VALID", None
     out = lax.conv_general_dilated(
         lhs,
         rhs,
         params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
+        padding,
+        spread,
         params["rhs_dilation"],
         (f"N{space}C", f"{space}IO", f"N{space}C"),
         kind.groups,
