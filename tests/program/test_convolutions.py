@@ -391,7 +391,7 @@ def test_taps_on_convolutions_and_their_gradients_see_the_values_of_the_model():
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("padding", [(3, 1), (1, 4)])
 def test_inputs_that_are_cropped_and_padded(layout, stride, padding):
-    """XLA alone gives wrong gradients for some; the oracle pads its input with zeros itself."""
+    """JAX 0.10 alone has wrong gradients for some; the oracle pads its input with zeros itself."""
     specs = tuple(spec.format("01") for spec in LAYOUTS[layout])
     rng = np.random.default_rng(0)
     shape = shaped(layout, 0, {"dims": 2, "N": 2, "C": 3, "0": 6, "1": 6})

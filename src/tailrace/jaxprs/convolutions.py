@@ -196,8 +196,8 @@ class Kind:
     def crops_and_pads(self) -> bool:
         """Whether a dim is cropped on one side and padded on the other.
 
-        XLA computes that wrong on a CPU (docs/upstream/xla_cpu_negative_padding.md). The gradient of
-        the input has it where the padding of one side alone is as long as the kernel.
+        JAX 0.10 computes that wrong on a CPU (docs/upstream/xla_cpu_negative_padding.md). The gradient
+        of the input has it where the padding of one side alone is as long as the kernel.
         """
         return any(min(sides) < 0 < max(sides) for sides in self.params["padding"])
 
@@ -213,7 +213,7 @@ class Kind:
         plain = all(step == 1 for name in changes for step in self.params[name])
         # The swapped form sums over the space of the left operand instead of that of the kernel.
         no_more = math.prod(self.lhs[1:-1]) <= math.prod(self.rhs[:-2])
-        # XLA computes some of these wrong; see `crops_and_pads`.
+        # JAX 0.10 computes some of these wrong; see `crops_and_pads`.
         padded = all(side >= 0 for sides in self.swapped_padding() for side in sides)
         size = self.lhs[0] * math.prod(self.space) * self.rhs[-1]
         return columns < rows and plain and no_more and padded and size >= LARGE
