@@ -151,9 +151,8 @@ def _front_end_seams(
         try:
             module = importlib.import_module(name)
             yield from module.probed()
-        except (
-            Exception
-        ) as error:  # a broken package may raise anything, a front end says what fits
+        # A broken package may raise anything; a front end says which versions fit.
+        except Exception as error:
             text = " ".join(str(error).split())
             problems.append(f"{OPTIONAL[needed][1]}: {text}")
 

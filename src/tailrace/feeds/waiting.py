@@ -94,8 +94,12 @@ class Patience:
                     f"timeout_s."
                 )
             if waited >= note_at:
-                logger.warning(f"Still waiting for {source.awaited()}, for {waited:.0f} s now.")
+                _note(source, waited)
                 note_at *= 2
+
+
+def _note(source: Awaited, waited: float) -> None:
+    logger.warning(f"Still waiting for {source.awaited()}, for {waited:.0f} s now.")
 
 
 class Heartbeat:
@@ -126,7 +130,7 @@ def _beat(source: Awaited, ended: threading.Event) -> None:
         if waited < NOTE_S:
             note_at = NOTE_S
         elif waited >= note_at:
-            logger.warning(f"Still waiting for {source.awaited()}, for {waited:.0f} s now.")
+            _note(source, waited)
             note_at = 2 * waited
 
 

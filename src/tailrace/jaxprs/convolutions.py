@@ -277,18 +277,16 @@ def _windows(
         yield place, lax.slice(lhs, (0, *starts, 0), limits, (1, *strides, 1))
 
 
-# -- the forms ------------------------------------------------------------------------------------
-
-
-def library(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
-    """The layout that the library accepts, with explicit transposes."""
-    params = kind.params
-    lhs, rhs = _ordered(kind, lhs, rhs)
-    space = "012"[: len(kind.space)]
-    padding, spread = params["padding"], params["lhs_dilation"]
-    if kind.crops_and_pads:
-        lhs, padding, spread = _padded(kind, lhs), "VALID", None
-    out = lax.conv_general_dilated(
+def _by_library(
+    kind: Kind,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    padding: str | Sequence[tuple[int, int]],
+    spread: Sequence[int] | None = None,
+) -> Any:
+    """The convolution of operands that are in the library's layout, with this padding and dilation."""
+    params, space = kind.params, "012"[: len(kind.space)]
+    return lax.conv_general_dilated(
         lhs,
         rhs,
         params["window_strides"],
@@ -300,6 +298,18 @@ def library(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
+
+
+# -- the forms ------------------------------------------------------------------------------------
+
+
+def library(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
+    """The layout that the library accepts, with explicit transposes."""
+    params = kind.params
+    lhs, rhs = _ordered(kind, lhs, rhs)
+    if kind.crops_and_pads:
+        return _restored(kind, _by_library(kind, _padded(kind, lhs), rhs, "VALID"))
+    out = _by_library(kind, lhs, rhs, params["padding"], params["lhs_dilation"])
     return _restored(kind, out)
 
 
@@ -314,16 +324,7 @@ def swapped(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     left, kernel, (rows, columns, *places) = params["dimension_numbers"]
     image = rhs.transpose(kernel[0], *kernel[2:], kernel[1])
     weights = lhs.transpose(*left[2:], left[1], left[0])
-    space = "012"[: len(kind.space)]
-    out = lax.conv_general_dilated(
-        image,
-        weights,
-        params["window_strides"],
-        kind.swapped_padding(),
-        dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )
+    out = _by_library(kind, image, weights, kind.swapped_padding())
     now = (columns, *places, rows)
     out = lax.rev(out, tuple(range(1, out.ndim - 1))).astype(kind.dtype)
     return out.transpose([now.index(dim) for dim in range(out.ndim)])

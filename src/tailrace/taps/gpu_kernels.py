@@ -15,7 +15,6 @@ not compile, have the reductions of `reductions`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,15 +57,29 @@ def row_statistics(flat: jax.Array, width: int) -> Any:
         width: a power of 2.
     """
     rows = -(-flat.size // width)
-    kernel = functools.partial(_statistics, width=width, size=flat.size)
-    return _call(kernel, flat, rows, rows * COLUMNS, "statistics").reshape(rows, COLUMNS)
+    pallas = _pallas()
+    # One program for each row; each sees the whole tensor and the whole result. Blocks that are cut by
+    # Pallas must divide the tensor; the kernel masks the end of the last row itself.
+    return pallas.pallas_call(
+        functools.partial(_statistics, width=width, size=flat.size),
+        grid=(rows,),
+        in_specs=[pallas.BlockSpec(flat.shape, lambda _: (0,))],
+        out_specs=pallas.BlockSpec((rows * COLUMNS,), lambda _: (0,)),
+        out_shape=jax.ShapeDtypeStruct((rows * COLUMNS,), jnp.float32),
+        compiler_params=_triton().CompilerParams(num_warps=WARPS),
+        interpret=INTERPRET,
+        name="tailrace_statistics",
+    )(flat).reshape(rows, COLUMNS)
 
 
 # -- the kernel ---------------------------------------------------------------------------------
 
 
 def _statistics(values: Any, found: Any, *, width: int, size: int) -> None:
-    triton, (start, there, wide) = _triton(), _part(values, width, size)
+    triton, slice_of, program = _triton(), _pallas().ds, _pallas().program_id(0)
+    start = program * width
+    there = lax.broadcasted_iota(jnp.int32, (width,), 0) < size - start
+    wide = triton.load(values.at[slice_of(start, width)], mask=there, other=0).astype(jnp.float32)
     first = triton.load(values.at[start]).astype(jnp.float32)
     # As in `careful_statistics`: sums of distances to a value of the row, so that float32 is enough.
     shift = jnp.where(jnp.abs(first) < jnp.inf, first, 0.0)
@@ -87,15 +100,7 @@ def _statistics(values: Any, found: Any, *, width: int, size: int) -> None:
     lane, row = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0), jnp.zeros(COLUMNS, jnp.float32)
     for place, number in enumerate(numbers):
         row = jnp.where(lane == place, number, row)
-    triton.store(found.at[_slice(_program() * COLUMNS, COLUMNS)], row)
-
-
-def _part(values: Any, width: int, size: int) -> tuple[Any, Any, Any]:
-    """A program's part: its start, which places are inside the tensor, the values in float32."""
-    start = _program() * width
-    there = lax.broadcasted_iota(jnp.int32, (width,), 0) < size - start
-    part = _triton().load(values.at[_slice(start, width)], mask=there, other=0)
-    return start, there, part.astype(jnp.float32)
+    triton.store(found.at[slice_of(program * COLUMNS, COLUMNS)], row)
 
 
 def _count(found: Any) -> Any:
@@ -104,30 +109,6 @@ def _count(found: Any) -> Any:
 
 
 # -- Pallas ---------------------------------------------------------------------------------------
-
-
-def _call(kernel: Callable[..., None], flat: jax.Array, programs: int, size: int, name: str) -> Any:
-    """Run a kernel in as many programs; each sees the whole tensor and the whole result, [size]."""
-    pallas = _pallas()
-    # Blocks that are cut by Pallas must divide the tensor; the kernels mask the last one themselves.
-    return pallas.pallas_call(
-        kernel,
-        grid=(programs,),
-        in_specs=[pallas.BlockSpec(flat.shape, lambda _: (0,))],
-        out_specs=pallas.BlockSpec((size,), lambda _: (0,)),
-        out_shape=jax.ShapeDtypeStruct((size,), jnp.float32),
-        compiler_params=_triton().CompilerParams(num_warps=WARPS),
-        interpret=INTERPRET,
-        name=f"tailrace_{name}",
-    )(flat)
-
-
-def _program() -> Any:
-    return _pallas().program_id(0)
-
-
-def _slice(start: Any, width: int) -> Any:
-    return _pallas().ds(start, width)
 
 
 def _pallas() -> Any:

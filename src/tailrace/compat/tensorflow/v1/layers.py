@@ -94,8 +94,7 @@ def max_pooling2d(
 ) -> Any:
     """The largest value of each part of an image."""
     _check_format("max_pooling2d", data_format)
-    pool = OPERATIONS["nn.max_pool2d"]
-    return pool(inputs, _pair(pool_size), _pair(strides), padding.upper())
+    return OPERATIONS["nn.max_pool2d"](inputs, _pair(pool_size), _pair(strides), padding.upper())
 
 
 def average_pooling2d(
@@ -108,8 +107,7 @@ def average_pooling2d(
 ) -> Any:
     """The mean of each part of an image."""
     _check_format("average_pooling2d", data_format)
-    pool = OPERATIONS["nn.avg_pool2d"]
-    return pool(inputs, _pair(pool_size), _pair(strides), padding.upper())
+    return OPERATIONS["nn.avg_pool2d"](inputs, _pair(pool_size), _pair(strides), padding.upper())
 
 
 def flatten(inputs: TensorLike, name: str | None = None, data_format: str = "channels_last") -> Any:
