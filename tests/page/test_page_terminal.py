@@ -138,6 +138,24 @@ def test_watch_ends_when_the_writer_is_killed(written):
     assert text.index("growing") < text.index("interrupted") < text.index(sentence)
 
 
+def test_watch_never_ends_on_a_picture_of_before_the_kill(written):
+    run, writer = written
+
+    class Deadly(io.StringIO):
+        """Ends the writer as soon as the run is shown as growing."""
+
+        def write(self, text):
+            if "growing" in text:
+                writer.kill()
+                writer.wait(LIMIT_S)
+            return super().write(text)
+
+    shown = Deadly()
+    watch(run.directory, Console(file=shown, force_terminal=True, width=100, height=60), 0.02)
+    pictures = shown.getvalue().partition("The run was interrupted")[0]
+    assert pictures.index("growing") < pictures.index("interrupted")
+
+
 def test_show_says_whether_a_process_writes(written, capsys):
     run, writer = written
 

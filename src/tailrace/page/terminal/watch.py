@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tailrace.page.followed import FollowedRun
 from tailrace.page.terminal.show import pictured
-from tailrace.runs.reader import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +39,11 @@ def watch(directory: str, console: Console | None = None, poll_s: float = POLL_S
         while True:
             if followed.version != seen:
                 seen = followed.version
+                # Asked before the picture is made: a writer that dies in between is found by the
+                # next look, so the last picture is always one of a run that is over.
+                is_over = _is_over(followed)
                 live.update(pictured(followed, console.width, brief=True), refresh=True)
-                if followed.run is not None and not followed.problem and _is_over(followed.run):
+                if is_over:
                     break
             time.sleep(poll_s)
             followed.look()
@@ -49,5 +51,6 @@ def watch(directory: str, console: Console | None = None, poll_s: float = POLL_S
         console.print(INTERRUPTED, highlight=False)
 
 
-def _is_over(run: Run) -> bool:
-    return run.is_ended or run.is_interrupted is True
+def _is_over(followed: FollowedRun) -> bool:
+    run = followed.run
+    return run is not None and not followed.problem and (run.is_ended or run.is_interrupted is True)
