@@ -1,11 +1,13 @@
 """The server: who may read, what it answers, and what it does with runs that cannot be read."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -395,10 +397,31 @@ def test_without_its_packages_the_page_says_how_to_install_them(made, package, m
     assert capsys.readouterr().err.startswith("tailrace view: The page needs the package ")
 
 
+@pytest.mark.parametrize("moment", ["announced", "making its loop"])
+def test_an_interrupt_before_it_serves_ends_it_without_a_word(made, moment, monkeypatch, capfd):
+    new_event_loop = asyncio.events.new_event_loop
+
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+        return new_event_loop()
+
+    def announce(text):
+        if moment == "announced":
+            signal.raise_signal(signal.SIGINT)
+
+    if moment == "making its loop":
+        monkeypatch.setattr(asyncio.events, "new_event_loop", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        serve([made.directory], announce=announce)
+    except KeyboardInterrupt:  # which would end the tests
+        pytest.fail("the interrupt was raised")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_command_prints_its_address_and_ends_by_an_interrupt(made, asked):
-    import signal
-
     with subprocess.Popen(
         [sys.executable, "-m", "tailrace.cli", "view", str(made.directory)],
         stdout=subprocess.PIPE,

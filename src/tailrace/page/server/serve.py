@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import secrets
+import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tailrace.errors import MissingDependency, OptionError, RunError
@@ -80,9 +83,28 @@ def serve(
     )
     server = uvicorn.Server(config)
     tell = functools.partial(print, flush=True) if announce is None else announce
-    tell(f"Look at {address}  (Ctrl-C ends it)")
-    with listening:
+    with listening, _ended_by_an_interrupt(server):
+        tell(f"Look at {address}  (Ctrl-C ends it)")
         asyncio.run(_serve(server, follower, listening, stop))
+
+
+@contextlib.contextmanager
+def _ended_by_an_interrupt(server: Any) -> Iterator[None]:
+    """Let Ctrl-C end the server at any moment, also before it handles signals itself."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        # Not an exception: inside the making of an event loop it would leave half of one behind.
+        server.should_exit = True
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        # None: a handler that was not installed from Python, which cannot be put back.
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 async def _serve(
