@@ -168,6 +168,22 @@ def test_who_is_silent_is_named(monkeypatch):
     assert "process 0 of 3, the coordinator, has not answered for 0.5" in beats[1].silent(late)
 
 
+def test_a_silent_coordinator_is_named_and_not_who_was_heard_earlier(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    board = Board()
+    beats = [Heartbeat(board, n, 3, 8.0, lambda number: False) for n in range(3)]
+    for one in beats:
+        one.beat(1)
+    beats[1].beat(2)  # of all
+    clock.now += 1
+    beats[1].beat(3)  # answered, before the next reports of the others; then there are no answers
+    clock.now += 7.5  # longer than the limit since those reports, shorter since the answer
+    assert beats[1].silent(clock.now) is None
+    clock.now += 1
+    assert "process 0 of 3, the coordinator, has not answered for 8" in beats[1].silent(clock.now)
+
+
 # -- under the launcher ---------------------------------------------------------------------------
 
 

@@ -106,8 +106,10 @@ class Heartbeat:
                 f"tailrace: process 0 of {self._count}, the coordinator, has not answered for "
                 f"{self._limit_s:g} seconds: it is stopped, dead or cut off. Process {self._here} ends."
             )
-        # After the coordinator: without its answers all others look silent.
-        late = [other for other, (_, at) in self._last_signs.items() if now - at > self._limit_s]
+        # Up to the last answer, not up to now: without answers of the coordinator all others look
+        # silent, and one whose latest report was due would be named in its place.
+        heard = self._answered
+        late = [other for other, (_, at) in self._last_signs.items() if heard - at > self._limit_s]
         if not late:
             return None
         named = ", ".join(map(str, sorted(late)))
