@@ -1,6 +1,9 @@
 """Several processes train as one does: the same losses, parameters and results, each said once."""
 
+import io
 import re
+import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -19,7 +22,8 @@ from oracles import (
     plain_accumulated_training,
     regression,
 )
-from tailrace.devices.processes.launch import launch
+from tailrace.devices.processes.launch import Watched, launch
+from waits import LIMIT_S
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_together.py"
@@ -167,3 +171,39 @@ def test_a_signal_is_told_by_its_name(tmp_path, capfd):
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert launch([str(script)], 1) == 137
     assert "process 0 of 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_the_output_of_ended_processes_is_awaited_too(tmp_path, monkeypatch):
+    """Or what they said would be lost with the launcher."""
+    script, begun = tmp_path / "ends.py", tmp_path / "begun"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['TAILRACE_PROCESS'] == '1': print('last words', flush=True)\n"
+        "while os.environ['TAILRACE_PROCESS'] == '1' or not os.path.exists(sys.argv[1]):\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)\n"
+    )
+    awaited, finish = threading.Event(), Watched.finish_reading
+
+    class Slow(io.StringIO):
+        """Takes the line of process 1 while the others are ended, until somebody waits for it."""
+
+        def write(self, text):
+            if "last words" in text:
+                begun.touch()
+                awaited.wait(LIMIT_S)
+            return super().write(text)
+
+    def noted(self, *args):
+        if self.number == 1:
+            awaited.set()
+        finish(self, *args)
+
+    slow = Slow()
+    monkeypatch.setattr(Watched, "finish_reading", noted)
+    monkeypatch.setattr(sys, "stdout", slow)
+    try:
+        assert launch([str(script), str(begun)], 2) == 3
+        assert slow.getvalue() == "[1] last words\n"
+    finally:
+        awaited.set()  # or its thread would stay

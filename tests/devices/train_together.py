@@ -6,6 +6,7 @@ Run by the tests with `tailrace launch`; its argument is JSON: what to do, and w
 import json
 import os
 import sys
+import time
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ import tailrace as tr
 tr.distributed.initialize(timeout_s=300)
 
 from oracles import mlp, mlp_apply, mlp_loss, regression  # noqa: E402
+from tailrace.devices.processes.meeting import has_left  # noqa: E402
+from tailrace.jaxprs import internals  # noqa: E402
 from tailrace.program.memory import optimizer_state  # noqa: E402
 
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.05)}
@@ -47,7 +50,12 @@ def main(replicas=4, accumulation=1, steps=4, data="share", optimizer="sgd", **o
         accumulation=accumulation,
         **options,
     )
-    history = trainer.fit(mine, **fit)
+    try:
+        history = trainer.fit(mine, **fit)
+    except tr.TailraceError:
+        if process == 1:
+            wait_until_process_0_has_left()
+        raise
     predicted = trainer.predict(
         tr.distributed.share(elements[:6], replicas), lambda p, x, y: mlp_apply(p, x)
     )
@@ -63,6 +71,13 @@ def main(replicas=4, accumulation=1, steps=4, data="share", optimizer="sgd", **o
         "records": {name: shown(trainer.records[name]) for name in trainer.records.names},
     }
     print("RESULT " + json.dumps(said), flush=True)
+
+
+def wait_until_process_0_has_left():
+    """The launcher ends the others as soon as one has failed, and process 0 says what is tested."""
+    client = internals.coordination_client()
+    while not has_left(client, 0):
+        time.sleep(0.05)
 
 
 def shown(record):

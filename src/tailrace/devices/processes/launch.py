@@ -32,6 +32,9 @@ LINES = 20
 GRACE_S = 2.0
 """How long processes may take to exit after SIGTERM before they are killed."""
 
+READ_S = 10.0
+"""How long the output of ended processes is awaited: their children may keep the pipes open."""
+
 _POLL_S = 0.05
 
 
@@ -66,9 +69,9 @@ class Watched:
                 sys.stdout.write(line if self.number == 0 else f"[{self.number}] {line}")
                 sys.stdout.flush()
 
-    def finish_reading(self) -> None:
-        """Wait until its last output has been passed on."""
-        self._reader.join(timeout=10.0)  # its children may keep the pipe open
+    def finish_reading(self, give_up: float) -> None:
+        """Wait until its last output has been passed on, up to a time of the monotonic clock."""
+        self._reader.join(timeout=max(0.0, give_up - time.monotonic()))
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to its children."""
@@ -107,21 +110,29 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
             failed = _watch(watched, tell)
         except BaseException:
             _end(watched)
+            _finish_reading(watched)
             raise
         return _finish(watched, failed)
 
 
 def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
-    if failed is None:
-        for one in watched:
-            one.finish_reading()
-        return 0
     others = [one for one in watched if one.process.poll() is None]
     _end(others)
-    failed.finish_reading()
+    _finish_reading(watched)
+    if failed is None:
+        return 0
     print(_failure_message(failed, len(watched), others), file=sys.stderr, flush=True)
     code = failed.process.returncode
     return code if code > 0 else 128 - code  # of a signal, as a shell reports it
+
+
+def _finish_reading(watched: Sequence[Watched]) -> None:
+    """Wait until all output of processes that have ended has been passed on."""
+    # Of all, also of those that were ended: they may have said why another one failed, and the
+    # threads that pass it on end with the interpreter.
+    give_up = time.monotonic() + READ_S
+    for one in watched:
+        one.finish_reading(give_up)
 
 
 @contextlib.contextmanager
@@ -214,7 +225,7 @@ def _failure_message(failed: Watched, processes: int, others: Sequence[Watched])
     if code < 0:
         with contextlib.suppress(ValueError):
             how = f"was ended by {signal.Signals(-code).name}"
-    lines = [f"  | {line}" for line in failed.last] or ["  | (it printed nothing)"]
+    lines = [f"  | {line}" for line in list(failed.last)] or ["  | (it printed nothing)"]
     ended = ", ".join(str(one.number) for one in others)
     rest = f" The others ({ended}) were ended." if others else ""
     return "\n".join(
