@@ -1,6 +1,7 @@
 """The infeed: elements staged ahead, in order, once each, in bounded memory."""
 
 import threading
+from collections import deque
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,76 @@ def test_at_most_one_more_block_than_prefetch_is_alive(prefetch):
             assert source.read == 5 * (prefetch + 2)
         for ticket in tickets:
             ticket.over.set()
+
+
+class Between(deque):
+    """Calls functions between a change of its content and what the caller does next."""
+
+    def __init__(self, content=(), *, appended=lambda: None, popped=lambda: None):
+        super().__init__(content)
+        self.appended, self.popped = appended, popped
+
+    def append(self, one):
+        super().append(one)
+        self.appended()
+
+    def popleft(self):
+        found = super().popleft()
+        self.popped()
+        return found
+
+
+def test_a_block_that_is_being_taken_is_counted():
+    """The thread counts blocks while a staged one becomes a taken one: no other is read for it."""
+    source, tickets, go_on = Counted(100), [Ticket() for _ in range(3)], threading.Event()
+
+    def let_the_thread_count():
+        go_on.set()
+        tickets[0].awaited.wait(0.2)  # not now: it would not find the block
+
+    with tr.InfeedQueue(source, prefetch=2) as queue:
+        take(queue, 5, ticket=tickets[0])
+        settle(queue)
+        staging = queue._staging
+        staging._worker().submit(go_on.wait, WAIT_S)  # before the block that the next take stages
+        take(queue, 5, ticket=tickets[1])
+        staging.staged = Between(staging.staged, popped=let_the_thread_count)
+        take(queue, 5, ticket=tickets[2])
+        assert tickets[0].awaited.wait(WAIT_S)
+        read = source.read
+        for ticket in tickets:
+            ticket.over.set()
+    assert read == 15
+
+
+def test_a_block_that_is_being_started_is_counted_once():
+    """The thread counts blocks while a taken one becomes a running one: it waits for none."""
+    ticket, read = Ticket(), threading.Event()
+    reached, reading = threading.Event(), threading.Event()
+
+    def elements():
+        for number in range(100):
+            if number == 9:  # the last one of the second block
+                reached.set()
+                assert reading.wait(WAIT_S)
+            if number == 14:  # of the third, for which there is room
+                read.set()
+            yield np.int32(number)
+
+    def let_the_thread_count():
+        reading.set()
+        queue._staging.staged[0][1].exception(WAIT_S)  # the second block is there
+        ticket.awaited.wait(0.2)  # not now: it would find the first one twice
+
+    with tr.InfeedQueue(elements(), prefetch=2) as queue:
+        queue._staging._running = Between(appended=let_the_thread_count)
+        queue.take(5, device())
+        assert reached.wait(WAIT_S)
+        queue.started(ticket)
+        waited = ticket.awaited.is_set()
+        ticket.over.set()
+        assert read.wait(WAIT_S)
+    assert not waited
 
 
 def test_without_prefetch_nothing_is_read_before_the_execution_ends():

@@ -10,6 +10,7 @@ were read ahead.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -70,6 +71,9 @@ class Staging:
         self._late: tuple[Reader, Future[Any]] | None = None  # a read that the caller gave up on
         self._running: deque[Any] = deque()
         self._handed = 0  # blocks taken whose execution has not been reported yet
+        # Held while a staged block becomes a taken one, and that a running one: the thread, which
+        # counts them, must not find it in both places, or in none.
+        self._counting = threading.Lock()
         self._thread: Worker | None = None
 
     def take(self, reader: Opening, order: Order) -> Staged:
@@ -84,10 +88,11 @@ class Staging:
         with span("dataset wait", elements=order.count):
             # Popped only afterwards: an interrupt here loses nothing.
             self._wait_for(reader, future)
-        self.staged.popleft()
-        staged = future.result()
-        # Between this and `started` the block is alive without an execution that could be waited for.
-        self._handed = 1
+        with self._counting:
+            self.staged.popleft()
+            staged = future.result()
+            # Until `started` the block is alive without an execution that could be waited for.
+            self._handed = 1
         return staged
 
     def prefetch(self, reader: Opening, order: Order) -> None:
@@ -97,8 +102,9 @@ class Staging:
 
     def started(self, ticket: jax.Array | None) -> None:
         """Called after the dispatch of the taken block; `ticket` is ready when it has finished."""
-        self._running.append(ticket)
-        self._handed = 0
+        with self._counting:
+            self._running.append(ticket)
+            self._handed = 0
 
     def settle(self, reader: Opening) -> None:
         """Return all staged blocks to the reader, so that its position is that of the programs."""
@@ -179,9 +185,7 @@ class Staging:
         """In the thread: wait for a free block, read elements into it, transfer it."""
         # Memory is bounded here, not by the length of the queue: a block is free only when its
         # execution has ended, which a dispatch does not wait for.
-        while self._running and self._blocks_alive() > self._prefetch:
-            with span("room wait"):
-                _wait(self._running.popleft())
+        self._wait_for_room()
         count, replicas, sharding = order.count, order.replicas, order.sharding
         # In the thread, before the read: another block may be read ahead while this one is in use.
         first = reader.number
@@ -198,6 +202,16 @@ class Staging:
             reader.put_back(host)
             raise
         return Staged(host, device, count, replicas, first)
+
+    def _wait_for_room(self) -> None:
+        """Wait for executions until one more block may be in memory."""
+        while True:
+            with self._counting:
+                if not self._running or self._blocks_alive() <= self._prefetch:
+                    return
+                oldest = self._running.popleft()
+            with span("room wait"):
+                _wait(oldest)
 
     def _blocks_alive(self) -> int:
         """The number of blocks in memory: in flight, taken, and staged."""
