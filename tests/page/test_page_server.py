@@ -20,6 +20,7 @@ from served_page import Served
 import tailrace as tr
 from tailrace.cli.command_line import main
 from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.page import followed
 from tailrace.page.followed import FollowedRun
 from tailrace.page.report.report import write_report
 from tailrace.page.server.answers import Answers
@@ -359,6 +360,24 @@ def test_a_run_that_begins_later_is_shown_then(tmp_path, served):
     with events(page) as stream:
         next(stream)
     assert page.ask("overview")["runs"][0]["steps"] == 10
+
+
+def test_a_run_that_is_described_anew_is_there_all_the_time(made, monkeypatch):
+    """Requests are answered in other threads while one of them opens it again."""
+    following, there = FollowedRun(made.directory), []
+    before = following.run
+
+    def opening(directory):
+        there.append(following.readable())
+        return tr.open_run(directory)
+
+    monkeypatch.setattr(followed, "open_run", opening)
+    described = made.directory / "run.json"
+    described.write_text(described.read_text() + "\n")
+    assert following.look()
+    assert there == [before]
+    assert not following.problem
+    assert following.run is not before
 
 
 # -- the command --------------------------------------------------------------------------------

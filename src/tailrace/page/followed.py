@@ -72,10 +72,16 @@ class FollowedRun:
 
     def _read(self, is_same: bool) -> None:
         if self.run is None or not is_same:
-            # If the new one cannot be opened, the old one must not be shown in its place.
-            self.run = None
-            self._kept.clear()
-            self.run = open_run(self.directory)
+            try:
+                # Until it is open, requests in other threads are answered from the old one.
+                new = open_run(self.directory)
+            except BaseException:
+                # If the new one cannot be opened, the old one must not be shown in its place.
+                self.run = None
+                raise
+            finally:
+                self._kept.clear()
+            self.run = new
         else:
             before = len(self.run.history)
             self.run.refresh()
@@ -83,13 +89,15 @@ class FollowedRun:
                 self._kept.clear()
 
     def _is_interrupted(self) -> bool | None:
-        return None if self.run is None else self.run.is_interrupted
+        run = self.run  # once: another thread may be opening it again
+        return None if run is None else run.is_interrupted
 
     def readable(self) -> Run:
         """The run; raises its problem as an error."""
-        if self.run is None:
+        run = self.run  # once: another thread may be opening it again
+        if run is None:
             raise RunError(self.problem or f"There is no run at '{self.directory}' yet.")
-        return self.run
+        return run
 
     def reading(self) -> AbstractContextManager[None]:
         """Turn any error in this context into a sentence: files of a run are untrusted."""

@@ -62,11 +62,12 @@ def duration(seconds: float) -> str:
 
 def state(followed: FollowedRun) -> str:
     """The state of a run, in a few words."""
-    if followed.run is None:
+    run = followed.run
+    if run is None:
         return "unreadable"
-    if followed.run.nonfinite_reports:  # tr.stop_on_nonfinite ended it
+    if run.nonfinite_reports:  # tr.stop_on_nonfinite ended it
         return "stopped"
-    return followed.run.state
+    return run.state
 
 
 def numbers(followed: FollowedRun) -> Rows:

@@ -56,11 +56,11 @@ class Answers:
             "steps": 0,
             "numbers": [],
         }
-        if followed.run is not None:
+        if (run := followed.run) is not None:
             # A damaged run must not take the others from the page.
             try:
                 with followed.reading():
-                    about["steps"] = len(followed.run.history)
+                    about["steps"] = len(run.history)
                     about["numbers"] = numbers(followed)
             except TailraceError as error:
                 about["problem"] = str(error)
