@@ -17,6 +17,7 @@ LARGE = (LENT_FROM // 4,)
 
 @pytest.fixture(autouse=True)
 def empty_pool():
+    gc.collect()  # or what other tests left would come back in the middle of one of these
     buffers.trim()
     buffers.trim()
     yield

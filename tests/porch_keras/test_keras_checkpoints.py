@@ -27,7 +27,7 @@ from tailrace.errors import (  # noqa: E402
 from tailrace.feeds import skipping, waiting  # noqa: E402
 from tailrace.keras.checkpoints.callback_states import changes, plain_state  # noqa: E402
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks  # noqa: E402
-from waits import LIMIT_S  # noqa: E402
+from waits import LIMIT_S, wait_until  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -407,9 +407,9 @@ class Gate:
     def pass_by(self):
         self.passed += 1
         if self.passed == self.at:
+            self.waits = True  # before the signal, which ends the fit in its own thread
             if self.signals:
                 os.kill(os.getpid(), signal.SIGTERM)
-            self.waits = True
             self.let_go.wait(timeout=LIMIT_S)
             self.waits = False
 
@@ -469,11 +469,18 @@ def test_skipping_before_keras_sees_the_data_says_so_and_can_be_left(
     gate.let_go.set()
 
     monkeypatch.setattr(waiting, "NOTE_S", 0.1)
-    late = Gate(1)
-    threading.Timer(1.0, late.let_go.set).start()
+    late, text = Gate(1), f"Still waiting for the data ({name}), to skip {what} used before"
+
+    def opens():
+        wait_until(lambda: text in caplog.text, "the wait was not noted")
+        late.let_go.set()
+
+    opening = threading.Thread(target=opens)
+    opening.start()
     with caplog.at_level(logging.WARNING, logger="tailrace"):
         same(kept_script(make(late), tmp_path), expected)
-    assert f"Still waiting for the data ({name}), to skip {what} used before" in caplog.text
+    opening.join(LIMIT_S)
+    assert text in caplog.text
 
 
 def test_a_signal_while_the_first_batch_of_an_epoch_blocks(tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 import tailrace as tr
 from tailrace.feeds import waiting
+from tailrace.profiling.programs import device_operations
 from tailrace.spans.recorder import recorders
 from timelines import Timeline, no_overlap
 from waits import LIMIT_S
@@ -124,6 +126,30 @@ def test_operations_lie_in_the_executions_they_belong_to(traced):
         if path.startswith("operations"):
             for one in slices:
                 assert executions[0].start <= one.start <= one.end <= executions[1].end + 10_000_000
+
+
+def test_a_wait_between_the_two_clocks_moves_no_operation(tmp_path, monkeypatch):
+    """A busy machine may take the core from a thread that has read one of them."""
+    waits = [0.2]
+
+    def perf_counter_ns():
+        now = time.perf_counter_ns()
+        if waits:
+            time.sleep(waits.pop())
+        return now
+
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=perf_counter_ns)
+    monkeypatch.setattr(device_operations, "time", clock)
+    trainer().fit(data(), steps=10, progress=False, trace=tmp_path)
+    assert not waits
+    timeline = Timeline(next(tmp_path.iterdir()))
+    starts = [
+        one.start
+        for path, slices in timeline.slices.items()
+        if path.startswith("operations")
+        for one in slices
+    ]
+    assert min(starts) >= timeline.slices["executions"][0].start
 
 
 def test_the_trace_says_what_it_cost(traced):

@@ -1,5 +1,6 @@
 """Whatever ends a writer, and however executions come: readers see whole ones, in order."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -44,12 +45,11 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
     """Many of the files that are written are once the one that fails."""
     monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 0.0)
     monkeypatch.setattr(write_queue, "FULL", ())  # or it would simply be tried again
-    counter = [0, -1]
+    calls, failing = itertools.count(1), 0
 
     def failing_once(plain):
         def call(*args):
-            counter[0] += 1
-            if counter[0] == counter[1]:
+            if next(calls) == failing:  # in one step: files are synced in several threads
                 raise OSError(28, "No space left on device")
             return plain(*args)
 
@@ -57,10 +57,10 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
 
     for name in ("sync_file", "sync_folder", "rename_file"):
         monkeypatch.setattr(durable, name, failing_once(getattr(durable, name)))
-    failing, seen = 0, set()
+    seen = set()
     while True:
         failing += 29
-        counter[:] = [0, failing]
+        calls = itertools.count(1)
         directory = tmp_path / str(failing)
         sink = RunWriter(directory)
         text = ""
@@ -72,7 +72,7 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
         except tr.errors.RunError as error:
             text = str(error)
         if not text:
-            assert counter[0] < failing
+            assert next(calls) <= failing
             break
         assert "No space left on device" in text
         if (directory / "run.json").exists():

@@ -19,8 +19,9 @@ GRAPH = "command_buffer"
 """How the names of CUDA graphs begin. The profiler reports the kernels of a graph under their own
 names: that of an instruction with underscores for dots, or a library's name."""
 
-CLOCK = "tailrace clock"
-"""An event on the profiler's clock, to convert its times to those of `time.perf_counter_ns`."""
+CLOCK, CLOCKS = "tailrace clock", 5
+"""Events on the profiler's clock, to convert its times to those of `time.perf_counter_ns`: what their
+names begin with, and how many there are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class DeviceProfiler:
     def __init__(self, executions: int | None) -> None:
         self._left = executions
         self._directory: str | None = None
-        self._marked = 0
+        self._marked = (CLOCK, 0)
         self.operations: list[Operation] = []
         self.programs: list[jax.stages.Compiled] = []
         self.seconds = 0.0
@@ -155,14 +156,28 @@ class DeviceProfiler:
             self.problem = f"JAX's profiler did not start: {error}"
             return
         self._directory = directory
-        # One moment on both clocks; their difference is added to all times that are read.
-        self._marked = time.perf_counter_ns()
-        with jax.profiler.TraceAnnotation(CLOCK):
-            pass
+        self._marked = _same_moment()
         self.seconds += time.perf_counter() - started
 
 
-def _read(directory: Path, marked: int) -> list[Operation]:
+def _same_moment() -> tuple[str, int]:
+    """One moment on both clocks: the name of an event of the profiler, and its time on ours.
+
+    Their difference is added to all times that are read.
+    """
+    import jax
+
+    found: list[tuple[int, str, int]] = []
+    for number in range(CLOCKS):
+        name, before = f"{CLOCK} {number}", time.perf_counter_ns()
+        with jax.profiler.TraceAnnotation(name):
+            pass
+        found.append((time.perf_counter_ns() - before, name, before))
+    # The quickest: in any other, the thread may have waited for a core between the two clocks.
+    return min(found)[1:]
+
+
+def _read(directory: Path, marked: tuple[str, int]) -> list[Operation]:
     """The operations of all profiles in a directory, in the order of their start."""
     import jax
 
@@ -174,19 +189,19 @@ def _read(directory: Path, marked: int) -> list[Operation]:
             planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
             on_devices = [plane for plane in planes if plane.name.startswith("/device:")]
             host = [plane for plane in planes if plane.name.startswith("/host:CPU")]
-            offset = marked - _mark(host)
+            offset = marked[1] - _mark(host, marked[0])
             # CPU devices have no planes: their operations run in threads of the host.
             for plane in on_devices or host:
                 found += _of_plane(plane, offset)
     return sorted(found, key=lambda one: (one.start, -one.end))
 
 
-def _mark(planes: list[Any]) -> int:
-    """The time of the event `CLOCK` on the profiler's clock."""
+def _mark(planes: list[Any], name: str) -> int:
+    """The time of an event on the profiler's clock."""
     for plane in planes:
         for line in plane.lines:
             for event in line.events:
-                if event.name == CLOCK:
+                if event.name == name:
                     return int(event.start_ns)
     return 0
 
