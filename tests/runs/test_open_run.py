@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -77,6 +79,57 @@ def test_a_reader_that_looks_at_the_lock_keeps_no_writer_out(tmp_path, monkeypat
         assert lock.is_locked(tmp_path) is True
     assert lock.is_locked(tmp_path) is False
     os.close(looking)
+
+
+def test_a_slow_reader_keeps_no_writer_out_and_a_writer_is_refused_at_once(tmp_path, monkeypatch):
+    import fcntl
+
+    from tailrace.runs.storage import lock
+    from tailrace.runs.writer import RunWriter
+
+    (tmp_path / "lock").touch()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    pauses = []
+
+    def paused(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 50:  # it had no core for a second
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(lock.time, "sleep", paused)
+    with RunWriter(tmp_path).fitting({"catalogue": []}):
+        assert len(pauses) == 50
+        with pytest.raises(tr.errors.RunError, match=f"is being written .process {os.getpid()}"):
+            RunWriter(tmp_path).fitting({}).__enter__()
+        assert len(pauses) == 50
+    os.close(looking)
+
+
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path):
+    """As a worker of a loader, which lives longer than a fit, and has every open file too."""
+    from tailrace.runs.storage.lock import is_locked
+    from tailrace.runs.writer import RunWriter
+
+    with RunWriter(tmp_path).fitting({"catalogue": []}):
+        handles = [int(one) for one in os.listdir("/proc/self/fd")]
+        held = [one for one in handles if _target(one) == str(tmp_path / "lock")]
+        assert held
+        code = "import sys; sys.stdin.read()"
+        forked = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=held
+        )
+    with forked:
+        assert is_locked(tmp_path) is False
+        assert forked.poll() is None
+        forked.stdin.close()
+
+
+def _target(handle):
+    try:
+        return os.readlink(f"/proc/self/fd/{handle}")
+    except OSError:  # that of the list itself
+        return None
 
 
 def test_missing_and_empty(tmp_path):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tailrace.errors import RunError
 from tailrace.runs.storage.held import NOFOLLOW, HeldDirectory
@@ -15,8 +14,9 @@ from tailrace.runs.storage.held import NOFOLLOW, HeldDirectory
 NAME = "lock"
 _CONTENT = 64
 """The bytes to read from the file, which holds a process id."""
-_TRIES, _PAUSE_S = 5, 0.02
-"""How often to try, and the time between: a reader's `is_locked` takes the lock for an instant."""
+_READERS_S, _PAUSE_S = 10.0, 0.02
+"""How long to wait for readers, and between two tries: `is_locked` takes the lock for an instant, which
+may be long on a busy machine."""
 
 
 class DirectoryTaken(RunError):
@@ -77,7 +77,7 @@ class DirectoryLock:
             handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
             try:
                 self._check_own(os.fstat(handle))
-                _retried(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                _take(handle, fcntl)
             except BlockingIOError:
                 error = self._taken(os.read(handle, _CONTENT))
                 os.close(handle)
@@ -115,6 +115,12 @@ class DirectoryLock:
             # The file stays: if it were removed, two processes could each lock a file of that name.
             if self._is_file:
                 self._directory.remove(NAME)
+            else:
+                import fcntl
+
+                # Closing is not enough: processes forked meanwhile, such as the workers of a loader,
+                # have the file open too.
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
             os.close(self._handle)
             self._handle = None
 
@@ -136,9 +142,16 @@ class DirectoryLock:
         )
 
 
-def _retried(take: Callable[[], None]) -> None:
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(BlockingIOError):
-            return take()
+def _take(handle: int, fcntl: Any) -> None:
+    """Lock a file; `BlockingIOError` at once if a writer has it, and after a while if readers have."""
+    give_up = time.monotonic() + _READERS_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                raise
+        # As readers lock it: only a writer is in the way.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_UN)
         time.sleep(_PAUSE_S)
-    take()
