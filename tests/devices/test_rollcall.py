@@ -1,5 +1,6 @@
 """Who does not arrive is named, before JAX has anything to wait for."""
 
+import socket
 import threading
 
 import numpy as np
@@ -63,6 +64,28 @@ def test_missing_ones_are_named_to_all(monkeypatch):
 def test_a_missing_coordinator_is_named():
     (said,) = arrive([1], 2, timeout_s=0.3)
     assert "Process 0, the coordinator, did not arrive within 0.3 seconds: nothing listens" in said
+
+
+def test_a_report_that_comes_back_is_no_answer():
+    """As a connection reads that has met itself, because process 0 does not listen yet."""
+    returned = threading.Event()
+
+    def echo(server):
+        with server, server.accept()[0] as connection:
+            connection.sendall(connection.recv(4096))
+        returned.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        echoing = threading.Thread(target=echo, args=(server,))
+        second = threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 2, 1, LIMIT_S))
+        echoing.start()
+        second.start()
+        assert returned.wait(LIMIT_S)
+    echoing.join(LIMIT_S)
+    call_roll(f"127.0.0.1:{port}", 2, 0, LIMIT_S)  # it comes again
+    second.join(LIMIT_S)
+    assert not second.is_alive()
 
 
 def test_processes_that_contradict_each_other():

@@ -194,6 +194,9 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
                 answer = _read(connection, left + 5.0)
         except OSError:  # process 0 is not there yet, or has dropped this connection
             answer = None
+        # Not of process 0: where nobody listens yet, a connection may meet itself and read its report.
+        if answer is not None and not answer.keys() & {"go", "error"}:
+            answer = None
         if answer is None:
             time.sleep(_RETRY_S)
     if "error" in answer:
