@@ -4,7 +4,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
@@ -133,6 +133,20 @@ def test_a_live_run_grows_on_the_page(tmp_path, served, look):
     run.grow({"loss": falling(10)}, stats=healthy_stats(10), writing=False)
     expect(page.locator(".run .facts")).to_have_text("ended · 60 steps")
     expect(page.locator("#live")).to_have_text("up to date")
+
+
+def test_what_is_drawn_is_never_older_than_the_version_that_is_known(tmp_path, served, look):
+    """Of a run that grows between two answers, the last rows would not be drawn until it grows on."""
+    run = MadeRun(tmp_path / "live", NAMES)
+    run.grow({"loss": falling(20)}, stats=healthy_stats(20))
+    page, order = look(served(run.directory).address), []
+    expect(page.locator("#live")).to_have_text("following")
+    page.on("request", lambda asked: order.append(("asks", urlsplit(asked.url).path)))
+    page.on("requestfinished", lambda asked: order.append(("has", urlsplit(asked.url).path)))
+    run.grow({"loss": falling(30)}, stats=healthy_stats(30))
+    expect(page.locator("html")).to_have_attribute("data-versions", re.compile("[0-9]"))
+    steps = [(what, path.rpartition("/")[2]) for what, path in order]
+    assert steps.index(("has", "overview")) < steps.index(("asks", "curves"))
 
 
 def test_a_run_that_begins_while_the_page_is_open(tmp_path, served, look):

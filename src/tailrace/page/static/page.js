@@ -120,7 +120,10 @@ class Page {
   async changed(versions) {
     const same = versions.every((version, number) => this.runs[number]?.version === version);
     if (same) return;
-    await Promise.all([this.look(), this.refresh()]);
+    // One after the other: the view is at least as new as the versions that are known now. What it
+    // lacked otherwise would not be asked for again.
+    await this.look();
+    await this.refresh();
     this.chips();
     this.connection(true);
     document.documentElement.dataset.versions = versions.join(",");
