@@ -267,6 +267,18 @@ def test_the_doctor_lists_every_probe():
     assert "seams to torchax" in str(found)
 
 
+def test_the_doctor_does_not_import_tensorflow(monkeypatch):
+    """Which would take as long as Keras itself: Keras asks it about every value it describes."""
+    keras = pytest.importorskip("keras")
+    lazy = keras.saving.serialize_keras_object.__globals__["tf"]
+    asked = []
+    monkeypatch.setattr(lazy, "_available", None)
+    monkeypatch.setattr(type(lazy), "initialize", lambda self: asked.append(self.name))
+    assert all(holds for _, holds in doctor.diagnose().seams["Keras"].values())
+    assert asked == []
+    assert lazy._available is None  # Keras asks again when it has to
+
+
 def test_a_front_end_that_cannot_be_imported_is_a_problem(monkeypatch):
     pytest.importorskip("keras")
     broken = (("tailrace.keras.absent_module", "keras"),)
