@@ -178,7 +178,7 @@ def test_doctor_names_what_is_missing(monkeypatch):
         ),
         (
             ["plan", "--stages", "4", "--microbatches", "8", "--svg", "no/x.svg"],
-            "'no/x.svg' cannot be written: No such file",
+            "'no/x.svg' cannot be written: No such file or directory. Make the folder first",
         ),
         (["tensors", "my_trainers"], "A trainer is named as MODULE:ATTRIBUTE"),
         (["tensors", "my_trainers:none"], "names no trainer: 'my_trainers' was imported"),

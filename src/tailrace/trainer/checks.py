@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
@@ -227,11 +228,22 @@ def check_values(what: str, tree: Tree) -> None:
         raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
     if found is not None:
         path, leaf = found
-        instead = f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
         raise ProgramError(
             f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, "
-            f"{without_values(leaf) or instead}"
+            f"{without_values(leaf) or _no_array(leaf)}"
         )
+
+
+def _no_array(leaf: object) -> str:
+    """What a leaf is that JAX has no array of, and what to give instead."""
+    if not isinstance(leaf, np.ndarray):
+        return f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
+    if not leaf.dtype.isnative:
+        return (
+            f"an array in the byte order of other machines (dtype {leaf.dtype.str}). Convert it: "
+            f"x.astype(x.dtype.newbyteorder('='))."
+        )
+    return f"an array of dtype {leaf.dtype}. Give arrays of numbers and close over the rest."
 
 
 def check_eval_fn(eval_fn: object) -> Any:
