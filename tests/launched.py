@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def together(script, processes, devices, timeout=600, **options):
     )
     said = [json.loads(line) for line in re.findall(r"RESULT (\{.*\})", done.stdout)]
     return done.returncode, sorted(said, key=lambda one: one["process"]), done.stdout + done.stderr
+
+
+def free_port():
+    """A port that is free now; another program may take it before a test does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def leaves(tree):

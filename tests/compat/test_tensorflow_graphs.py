@@ -63,6 +63,34 @@ def control_dependencies(tf, sess):
     return found, sess.run(seen)
 
 
+def operations_without_a_value(tf, sess):
+    """`sess.run` takes each of them, does it and returns None for it."""
+    w = tf.get_variable("w", initializer=2.0)
+    start = tf.group(tf.global_variables_initializer(), tf.local_variables_initializer())
+    sess.run([start, tf.tables_initializer(), tf.variables_initializer([])])
+    change = tf.assign(w, 7.0)
+    with tf.control_dependencies([change]):
+        after = [tf.group(), tf.no_op("nothing"), tf.group([tf.identity(w)], name="read")]
+    found = []
+    for operation in after:
+        found += [sess.run(operation) is None, sess.run(w)]
+        sess.run(tf.group(tf.variables_initializer([w])))
+    sess.run(change)
+    with tf.control_dependencies([w.initializer]):
+        found += [sess.run(tf.identity(w))]
+    return found, sess.run(tf.variables_initializer([])) is None
+
+
+def a_loss_beside_a_group_with_the_step(tf, sess):
+    w = tf.get_variable("w", initializer=2.0)
+    loss = (w - 3.0) ** 2
+    train = tf.group(tf.train.GradientDescentOptimizer(0.1).minimize(loss), tf.no_op())
+    with tf.control_dependencies([train]):
+        later = tf.no_op()
+    sess.run(tf.global_variables_initializer())
+    return [sess.run([each, loss])[1] for each in (train, later, train)], sess.run(w)
+
+
 def initializer_resets_variables_and_slots(tf, sess):
     w = tf.get_variable("w", initializer=np.float32([1.0, -2.0]))
     b = tf.Variable(0.5)
@@ -196,6 +224,8 @@ PROGRAMS = [
     expressions_of_variables,
     assignments_run_each_time,
     control_dependencies,
+    operations_without_a_value,
+    a_loss_beside_a_group_with_the_step,
     initializer_resets_variables_and_slots,
     clipped_gradients_a_step_and_a_decay,
     gradients_of_a_graph,

@@ -9,6 +9,7 @@ real = pytest.importorskip("tensorflow")
 pytest.importorskip("keras")
 
 from tailrace.compat import tensorflow as tf  # noqa: E402
+from tailrace.compat.ipu.errors import IPUValueError  # noqa: E402
 from tailrace.compat.tensorflow import host  # noqa: E402
 from tailrace.compat.tensorflow.compat import v1  # noqa: E402, F401  (fills the table)
 from tailrace.compat.tensorflow.operations.elementwise import BINARY, UNARY  # noqa: E402
@@ -182,7 +183,7 @@ CASES = {
     "sequence_mask": [(INTS,), (INTS, 5, "float32")],
     "meshgrid": [(A[1], A[0]), ([1, 2], [3, 4, 5])],
     "cast": [(A * 10, "int32"), (INTS, "float16"), (np.array([True]), "float32")],
-    "bitcast": [(A, "int32")],
+    "bitcast": [(A, "int32"), (A, "uint8"), (np.arange(8, dtype="uint8").reshape(2, 4), "int32")],
     "shape": [(A,)],
     "size": [(A,)],
     "rank": [(A,)],
@@ -309,6 +310,8 @@ ELSEWHERE = {
     "custom_gradient": "tapes",
     "recompute_grad": "tapes",
     "group": "sessions",
+    "no_op": "sessions",
+    "saturate_cast": "limits",
     "print": "printed",
     "switch_case": "programs",
     "case": "programs",
@@ -378,3 +381,26 @@ def test_tensors_of_tensorflow_are_arrays():
     import jax
 
     assert isinstance(tf.reduce_sum(real.constant([1.0, 2.0])), jax.Array)
+
+
+WIDE = np.float32([np.inf, -np.inf, 3e9, -3e9, 300.7, -300.7, 1.9, -1.9, 7e4])
+WHOLE = np.int32([-(2**31), 2**31 - 1, 70000, -300, 5])
+NARROW = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of TensorFlow's own limits
+def test_saturate_cast_ends_at_the_limits(dtype):
+    for given in (WIDE, WHOLE, np.float16([7e4, -np.inf, 300.5]), np.uint8([0, 200])):
+        compare("saturate_cast", (given, dtype))
+
+
+def test_saturate_cast_keeps_a_nan_and_takes_numbers():
+    """To whole numbers a NaN is undefined in TensorFlow; here it is what `tf.cast` makes of it."""
+    found = tf.saturate_cast(np.float32([np.nan, 1e30]), "float16")
+    assert np.isnan(found[0])
+    assert found[1] == 65504
+    assert tf.saturate_cast(np.float32(np.nan), "int8") == tf.cast(np.float32(np.nan), "int8")
+    assert tf.saturate_cast(np.complex64(300 + 2j), "uint8") == 255
+    with pytest.raises(IPUValueError, match=r"a bool has no range.*tf.float32 to tf.bool.*tf.cast"):
+        tf.saturate_cast(A, "bool")

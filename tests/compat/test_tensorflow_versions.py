@@ -1,5 +1,7 @@
 """Names that mean other things in TensorFlow 1 and 2, and which of them a program gets."""
 
+from operator import attrgetter
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import tailrace.compat.tensorflow.compat.v1 as v1
 from tailrace.compat import tensorflow as tf
 from tailrace.compat.ipu.graph.named_variables import forget_variables
 from tailrace.compat.originals.missing import RefusedName
+from tailrace.compat.tensorflow import older_words
 
 ONES = np.ones((50, 40), np.float32)
 
@@ -35,9 +38,16 @@ def test_dropout_follows_the_import():
     assert kept(tf.compat.v1.nn.dropout(ONES, 0.9)) > 0.8
 
 
-@pytest.mark.parametrize("word", ["placeholder", "Session", "get_variable", "layers"])
+WORDS = [
+    *("placeholder", "Session", "get_variable", "layers", "variance_scaling_initializer"),
+    *("train.AdamOptimizer", "train.GradientDescentOptimizer", "train.exponential_decay"),
+    *("train.Saver", "train.get_global_step"),
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
 def test_a_program_of_tensorflow_1_gets_its_meanings(word):
-    getattr(tf, word)
+    attrgetter(word)(tf)
     assert kept(tf.nn.dropout(ONES, 0.9)) > 0.8
     assert kept(tf.nn.dropout(ONES, rate=0.9)) < 0.2
     rows = tf.where(np.array([True, False]), np.ones((2, 2)), np.zeros((2, 2)))
@@ -79,7 +89,36 @@ def test_names_of_both_versions_say_nothing():
     tf.nn.relu(ONES)
     tf.reduce_sum(ONES, axis=0)
     tf.nn.dropout(ONES, keep_prob=0.5)
+    for name in (
+        "Checkpoint",
+        "CheckpointManager",
+        "ExponentialMovingAverage",
+        "latest_checkpoint",
+    ):
+        assert getattr(tf.train, name) is getattr(v1.train, name)
+    assert tf.compat.v1.train.AdamOptimizer is v1.train.AdamOptimizer
+    assert kept(tf.nn.dropout(ONES, 0.9)) < 0.2
+    older_words.forget()
     assert tf.Session is v1.Session
+
+
+def test_only_tensorflow_1_has_the_words():
+    """Names that TensorFlow 2 has as well must not make a program one of 1, and the others must."""
+    real = pytest.importorskip("tensorflow")
+    assert not [word for word in older_words.WORDS if hasattr(real, word)]
+    both = {name for name in dir(v1.train) if hasattr(real.train, name)}
+    assert both == older_words.BOTH_TRAIN
+    former = [n for n in dir(tf) if hasattr(real.compat.v1, n) and not hasattr(real, n)]
+    assert set(former) <= set(older_words.WORDS)
+
+
+def test_an_optimizer_after_a_meaning_of_tensorflow_2_is_refused():
+    tf.where(True, 1.0, 2.0)
+    text = (
+        r"tf.train.AdamOptimizer is a name of TensorFlow 1, and tf.where.*tf.compat.v1.train.AdamO"
+    )
+    with pytest.raises(RefusedName, match=text):
+        tf.train.AdamOptimizer  # noqa: B018
 
 
 @pytest.mark.parametrize(

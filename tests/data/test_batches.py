@@ -158,6 +158,13 @@ def test_recipe_is_frozen_and_shows_itself():
     )
     assert isinstance(data, Batches)
     assert data.nbytes == 8
+    assert repr(data.without([1])).endswith("drop_remainder=None).without(1 row: 1)")
+    many = batches(np.arange(50), 2).without(range(3, 20))
+    assert repr(many).endswith(").without(17 rows: 3, 4, 5, 6, ...)")
+    with pytest.raises(
+        DataError, match=r"numbers from 0 to 49. Received: 5 rows: 50, 51, 52, 53, \.\.\."
+    ):
+        many.without(range(40, 55))
 
 
 def test_arrays_are_held_and_not_copied():

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import tailrace as tr
+from launched import free_port
 from tailrace.devices.processes import heartbeat, rollcall
 from tailrace.devices.processes.heartbeat import Heartbeat
-from tailrace.devices.processes.launch import free_port
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DistributedError
 from waits import LIMIT_S, Clock, wait_until

@@ -1,10 +1,14 @@
 """Several processes train as one does: the same losses, parameters and results, each said once."""
 
+import errno
 import io
+import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,8 +26,9 @@ from oracles import (
     plain_accumulated_training,
     regression,
 )
+from tailrace.devices.processes import launch as module
 from tailrace.devices.processes.launch import Watched, launch
-from waits import LIMIT_S
+from waits import LIMIT_S, wait_until
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_together.py"
@@ -207,3 +212,56 @@ def test_the_output_of_ended_processes_is_awaited_too(tmp_path, monkeypatch):
         assert slow.getvalue() == "[1] last words\n"
     finally:
         awaited.set()  # or its thread would stay
+
+
+def test_the_process_that_died_first_is_named(tmp_path, capfd, monkeypatch):
+    """Both have died when the launcher looks for the second time."""
+    script, gone = tmp_path / "die.py", tmp_path / "gone"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        f"here, number = pathlib.Path({str(tmp_path)!r}), os.environ['TAILRACE_PROCESS']\n"
+        "(here / f'{number}.part').write_text(str(os.getpid()))\n"
+        "(here / f'{number}.part').rename(here / number)\n"
+        "while not (here / 'gone').exists() and number == '0': time.sleep(0.01)\n"
+        "print('process', number, 'goes', flush=True)\n"
+        "sys.exit(3 + int(number == '0'))\n"
+    )
+
+    def ended(number):
+        wait_until((tmp_path / number).exists, f"process {number} has started")
+        os.waitid(os.P_PID, int((tmp_path / number).read_text()), os.WEXITED | os.WNOWAIT)
+
+    def until_both_have_died(_):
+        ended("1")
+        gone.touch()
+        ended("0")
+
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=until_both_have_died)
+    )
+    assert launch([str(script)], 2) == 3
+    text = capfd.readouterr().err
+    assert "process 1 of 2 ended with code 3. Then process 0 ended with code 4." in text
+    assert "  | process 1 goes" in text
+
+
+def test_process_0_has_the_port_before_it_starts(tmp_path, capfd):
+    """Nobody else can bind it, also before the roll call."""
+    script = tmp_path / "bind.py"
+    script.write_text(
+        "import os, socket, threading\n"
+        "from tailrace.devices.processes.rollcall import call_roll\n"
+        "address = os.environ['TAILRACE_COORDINATOR']\n"
+        "number = int(os.environ['TAILRACE_PROCESS'])\n"
+        "host, port = address.split(':')\n"
+        "if number == 0:\n"
+        "    try: socket.create_server((host, int(port)))\n"
+        "    except OSError as error: print('taken:', error.errno)\n"
+        "call_roll(address, 2, number, 60.0, os.environ['TAILRACE_TOKEN'])\n"
+        "if number == 0:\n"
+        "    socket.create_server((host, int(port))).close()  # free again, for JAX\n"
+        "print('met', 'TAILRACE_LISTENING' in os.environ)\n"
+    )
+    assert launch([str(script)], 2) == 0
+    out = sorted(capfd.readouterr().out.splitlines())
+    assert out == ["[1] met False", "met False", f"taken: {errno.EADDRINUSE}"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import tailrace as tr
+from launched import free_port
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed, rollcall
 from tailrace.devices.processes.introduction import in_a_cluster
-from tailrace.devices.processes.launch import free_port
 from tailrace.devices.processes.meeting import ROUNDS
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DistributedError

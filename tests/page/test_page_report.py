@@ -129,7 +129,9 @@ def test_names_from_a_run_are_text(tmp_path):
 def test_another_place_and_one_that_cannot_be_written(made, tmp_path):
     path = write_report(made.directory, tmp_path / "other.html")
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
-    with pytest.raises(RunError, match="cannot be written: No such file or directory"):
+    with pytest.raises(
+        RunError, match="cannot be written: No such file or directory. Make the folder"
+    ):
         write_report(made.directory, tmp_path / "nowhere" / "x.html")
 
 

@@ -124,7 +124,10 @@ def test_files_and_json(tmp_path, monkeypatch):
     assert opts.output_mode is poptorch.OutputMode.Sum
     assert opts.Training.gradient_accumulation == 2
     path.write_text("deviceIterations(3)\n# x\ndeviceIterations(\n")
-    with pytest.raises(poptorch.options.ConfigFileError, match="SyntaxError at line 2 of"):
+    with pytest.raises(poptorch.options.ConfigFileError, match="SyntaxError at line 3 of"):
+        opts.loadFromFile(path)
+    path.write_text("# a comment\n\ndeviceIterations(3)\n\ndeviceIterations(len('a'))\n")
+    with pytest.raises(poptorch.options.ConfigFileError, match="Received at line 5 of"):
         opts.loadFromFile(path)
     opts.from_json('{"outputMode": ["OutputMode.EveryN", 5], "Training.gradientAccumulation": 7}')
     assert (opts.output_mode, opts.output_return_period) == (poptorch.OutputMode.EveryN, 5)

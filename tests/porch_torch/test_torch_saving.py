@@ -92,6 +92,12 @@ def test_what_does_not_fit_is_refused(tmp_path):
         other.load(tmp_path / "odd.npz")
     with pytest.raises(tr.TailraceError, match="Received a directory"):
         model.save(tmp_path)
+    with pytest.raises(tr.errors.RunError, match=r"cannot be written: .* is a file: give another"):
+        model.save(tmp_path / "odd.npz" / "m.npz")
+    with pytest.raises(
+        tr.errors.RunError, match=r"none.npz' cannot be read: No such .* that exists"
+    ):
+        other.load(tmp_path / "none.npz")
     wrong, *_ = training(optimizer=lambda m: torch.optim.Adam(m.parameters()))
     with pytest.raises(tr.TailraceError, match="same optimizer \\(SGD saved\\)"):
         wrong.load(tmp_path / "m.npz")

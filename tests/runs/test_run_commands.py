@@ -178,7 +178,7 @@ def test_doctor_names_what_is_missing(monkeypatch):
         ),
         (
             ["plan", "--stages", "4", "--microbatches", "8", "--svg", "no/x.svg"],
-            "'no/x.svg' cannot be written: No such file",
+            "'no/x.svg' cannot be written: No such file or directory. Make the folder first",
         ),
         (["tensors", "my_trainers"], "A trainer is named as MODULE:ATTRIBUTE"),
         (["tensors", "my_trainers:none"], "names no trainer: 'my_trainers' was imported"),
@@ -265,6 +265,18 @@ def test_the_doctor_lists_every_probe():
     found = doctor.diagnose()
     assert written == {name for seams in found.seams.values() for name in seams}
     assert "seams to torchax" in str(found)
+
+
+def test_the_doctor_does_not_import_tensorflow(monkeypatch):
+    """Which would take as long as Keras itself: Keras asks it about every value it describes."""
+    keras = pytest.importorskip("keras")
+    lazy = keras.saving.serialize_keras_object.__globals__["tf"]
+    asked = []
+    monkeypatch.setattr(lazy, "_available", None)
+    monkeypatch.setattr(type(lazy), "initialize", lambda self: asked.append(self.name))
+    assert all(holds for _, holds in doctor.diagnose().seams["Keras"].values())
+    assert asked == []
+    assert lazy._available is None  # Keras asks again when it has to
 
 
 def test_a_front_end_that_cannot_be_imported_is_a_problem(monkeypatch):

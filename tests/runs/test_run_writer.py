@@ -204,7 +204,8 @@ def test_a_file_and_a_foreign_group(tmp_path):
         train(make_trainer(tmp_path / "group"))
     trainer = make_trainer(tmp_path / "file" / "below")
     with pytest.raises(
-        tr.errors.RunError, match="cannot be written: NotADirectoryError: Not a dir"
+        tr.errors.RunError,
+        match="cannot be written: NotADirectoryError: Not a dir.* is a file: give another",
     ):
         train(trainer)
 
@@ -249,6 +250,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     data = tr.batches((X, Y), 8, repeat=True)
     text = "could not be written any further: OSError: No space left.* The 5 steps before are there"
+    text += ".* Make room there"
     fill = Fill()
     fill.on_execution_end = _once(fill.on_execution_end)
     with pytest.raises(tr.errors.RunError, match=text):

@@ -482,6 +482,13 @@ def test_small_gradients_survive_float16_with_a_scale(caplog):
         ({"precision": "int8"}, "Received: precision='int8'"),
         ({"loss_scale": 2.0, "observe": [tr.stop_on_nonfinite()]}, "tr.stop_on_nonfinite('loss')"),
         ({"loss_scale": 2.0, "observe": [tr.stop_on_nonfinite("reduced/o*")]}, "'reduced/out'"),
+        (
+            {"loss_scale": 2.0, "on_nonfinite": "skip"},
+            "is skipped already, and the scale is lowered; on_nonfinite='skip' would count it as a bad "
+            "step, of which there may be 10. Received: a guard of 'grad/hidden/bias' that skips. Leave "
+            "on_nonfinite='skip' out, or guard the loss alone: "
+            "observe=[tr.stop_on_nonfinite('loss', on_nonfinite='skip')].",
+        ),
     ],
 )
 def test_bad_options(options, text):
@@ -515,6 +522,16 @@ def test_a_guard_of_the_loss_beside_a_scale():
         trainer.fit(elements, steps=4)
     assert trainer.step == 2
     assert trainer.loss_scale == 2.0**89
+
+
+def test_a_guard_that_skips_bad_losses_beside_a_scale():
+    elements = spiked(4, 1)
+    elements[2] = (elements[2][0], elements[2][1] * np.nan)
+    guard = tr.stop_on_nonfinite("loss", on_nonfinite="skip", limit=1)
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), loss_scale=SCALE, observe=[guard])
+    trainer.fit(elements, steps=4)
+    assert trainer.step == 4
+    assert np.isfinite(np.asarray(trainer.params["out"])).all()
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed", "int8", 3])

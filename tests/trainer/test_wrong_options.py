@@ -99,8 +99,14 @@ CASES = {
     ),
     "save": (method("save"), {"path": NO_PATH}),
     "restore": (method("restore"), {"path": NO_PATH}),
-    "predict": (method("predict", dataset=[X], fn=loss_fn), {"live": NO_FLAG, "dataset": (3, ODD)}),
-    "evaluate": (method("evaluate", dataset=[X]), {"dataset": (3, ODD), "combine": (3, ODD, "a")}),
+    "predict": (
+        method("predict", dataset=[X], fn=loss_fn),
+        {"live": NO_FLAG, "dataset": (3, ODD), "timeout_s": ("a", ODD, 0)},
+    ),
+    "evaluate": (
+        method("evaluate", dataset=[X]),
+        {"dataset": (3, ODD), "combine": (3, ODD, "a"), "timeout_s": ("a", ODD, 0)},
+    ),
     "replay": (method("replay", **LOOKING), {"step": STEPS, "checkpoint": NO_PATH}),
     "explain_step": (method("explain_step", **LOOKING), {"step": STEPS, "checkpoint": NO_PATH}),
     "rewind": (method("rewind", **LOOKING), {"step": STEPS, "checkpoint": NO_PATH}),

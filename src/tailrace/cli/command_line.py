@@ -18,6 +18,7 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
+from tailrace.data.paths import in_words
 from tailrace.devices.processes.launch import add_parser as launch
 from tailrace.errors import DataError, OptionError, TailraceError
 
@@ -248,7 +249,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
         except OSError as error:
-            raise OptionError(f"{arguments.svg!r} cannot be written: {error.strerror}.") from error
+            raise OptionError(f"{arguments.svg!r} cannot be written: {in_words(error)}") from error
         print(f"Saved {arguments.svg}")
     return 0
 

@@ -5,6 +5,7 @@ Which examples are in batch number p is decided here, as a function of the field
 """
 
 from abc import ABC
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -20,6 +21,20 @@ from tailrace.data.trees import (
     map_with_paths,
 )
 from tailrace.errors import DataError
+
+SHOWN = 4
+"""The most rows that a text lists."""
+
+
+def some_rows(rows: Sequence[int]) -> str:
+    """How many rows, and the first of them.
+
+    >>> some_rows([2]), some_rows(range(9))
+    ('1 row: 2', '9 rows: 0, 1, 2, 3, ...')
+    """
+    more = ["..."] if len(rows) > SHOWN else []
+    many = "" if len(rows) == 1 else "s"
+    return f"{len(rows)} row{many}: {', '.join([*map(str, rows[:SHOWN]), *more])}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +68,10 @@ class BatchRecipe(ABC):
         left_out = tuple(sorted({int(row) for row in self.left_out}))
         # They are sorted, so the first and the last decide for all.
         if left_out and not 0 <= left_out[0] <= left_out[-1] < num_rows:
+            wrong = [row for row in left_out if not 0 <= row < num_rows]
             raise DataError(
-                f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: {left_out}."
+                f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: "
+                f"{some_rows(wrong)}."
             )
         num_examples = num_rows - len(left_out)
         if not num_examples:

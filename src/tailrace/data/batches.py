@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.data.batch_iterator import BatchIterator
-from tailrace.data.batch_recipe import BatchRecipe
+from tailrace.data.batch_recipe import BatchRecipe, some_rows
 from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree, describe
 from tailrace.errors import DataError
@@ -102,6 +102,7 @@ class Batches(BatchRecipe):
             f"Batches({describe(self.arrays)}, batch_size={self.batch_size}, "
             f"shuffle={self.shuffle}, seed={self.seed}, repeat={self.repeat}, "
             f"drop_remainder={self.drop_remainder})"
+            + (f".without({some_rows(self.left_out)})" if self.left_out else "")
         )
 
 

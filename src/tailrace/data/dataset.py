@@ -38,6 +38,9 @@ class Dataset(ABC):
     restartable: bool = True
     """Whether each iteration starts from the beginning (False: a one-shot iterator continues)."""
 
+    first: int = 0
+    """The number of its first element, for messages: a part of a dataset counts on."""
+
     when_empty: str = ""
     """What to give instead, for the message that there are no elements."""
 

@@ -38,7 +38,7 @@ def form_runs(dataset: object) -> Iterator[Any]:
     yield run
     # Set when the run before was read to its end: that is why runs must be read in order.
     while run.following is not None:
-        run = _Run(source.name, chain([run.following], run.elements))
+        run = _Run(source.name, chain([run.following], run.elements), run.first + run.count)
         yield run
 
 
@@ -57,8 +57,8 @@ class _Run(Dataset):
 
     restartable = False
 
-    def __init__(self, name: str, elements: Iterator[Tree]) -> None:
-        self.name, self.elements = name, elements
+    def __init__(self, name: str, elements: Iterator[Tree], first: int = 0) -> None:
+        self.name, self.elements, self.first, self.count = name, elements, first, 0
         self.following: Tree | None = None
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
@@ -70,6 +70,7 @@ class _Run(Dataset):
             if found != form:
                 self.following = element
                 return
+            self.count += 1
             yield element
 
 

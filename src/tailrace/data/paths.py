@@ -1,5 +1,6 @@
-"""Checks of arguments that are paths."""
+"""Checks of arguments that are paths, and what to change where one cannot be used."""
 
+import errno
 import os
 from pathlib import Path
 from typing import TypeGuard
@@ -50,3 +51,60 @@ def check_path(
     raise error(
         f"{name} is the path of a {what}: a text, or a pathlib.Path. Received: {name}={value!r:.80}."
     )
+
+
+_WRITING = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "Give this user the right to write in that folder, or give a path in another one.",
+    ),
+    errno.EROFS: "Its file system is read-only: give a path on another one.",
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT), "Make room there, or give a path on another disk."
+    ),
+    errno.ENOENT: "Make the folder first, or give a path in one that exists.",
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), "A part of the path is a file: give another path."
+    ),
+    errno.EISDIR: "It is a folder: give the path of a file.",
+    errno.ENAMETOOLONG: "Give a shorter name.",
+}
+_READING = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "Give this user the right to read it, or a copy that it may read.",
+    ),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Give the path of one that exists."),
+    errno.EISDIR: "It is a folder: give the path of a file.",
+}
+
+
+def remedy(error: BaseException, *, reading: bool = False) -> str:
+    """What to change so that a file can be written or read: a sentence, or nothing.
+
+    Args:
+        error: what the operating system raised; other exceptions have no remedy.
+        reading: whether it was to be read.
+
+    >>> remedy(PermissionError(errno.EACCES, "Permission denied"))
+    'Give this user the right to write in that folder, or give a path in another one.'
+    >>> remedy(ValueError("no JSON"))
+    ''
+    """
+    if not isinstance(error, OSError):
+        return ""
+    found = (_READING if reading else _WRITING).get(error.errno or 0)
+    return found or "Look at the disk, or give another path."
+
+
+def in_words(error: OSError, *, reading: bool = False) -> str:
+    """Why a file cannot be written or read, and what to change.
+
+    Args:
+        error: what the operating system raised.
+        reading: whether it was to be read.
+
+    >>> in_words(OSError(errno.ENOSPC, "No space left on device"))
+    'No space left on device. Make room there, or give a path on another disk.'
+    """
+    return f"{(error.strerror or str(error)).rstrip('.')}. {remedy(error, reading=reading)}"

@@ -246,7 +246,9 @@ class InfeedQueue(Feed):
     def adopt(self, other: InfeedQueue) -> None:
         """Continue with the dataset of another queue, from its current position."""
         with self._lock:
-            self._settle()
+            # Not settled: what the dataset before blocks on is nobody's any more.
+            self._leave()
+            self._staging.forget_late()
             other._settle()
             # With the reader: elements that it has buffered belong to the dataset, and would be lost.
             self.dataset, self._reader, self._epoch = other.dataset, other._reader, other._epoch

@@ -53,7 +53,7 @@ class Reader:
         self, dataset: object, epoch: int | None = None, blocks: Blocks | None = None
     ) -> None:
         source = as_dataset(dataset)
-        self.name, self._when_empty = source.name, source.when_empty
+        self.name, self._when_empty, self._from = source.name, source.when_empty, source.first
         self._source: Iterator[Any] = self._opened(source, epoch or 0)
         batches = self._source.batches if isinstance(self._source, BatchIterator) else None
         self._blocks = HostBlocks(batches) if blocks is None else blocks
@@ -105,7 +105,7 @@ class Reader:
 
     def awaited(self) -> str:
         """The element that a read waits for, for messages."""
-        return f"element {self._produced} of the dataset ({self.name})"
+        return f"element {self._from + self._produced} of the dataset ({self.name})"
 
     def waited_s(self) -> float:
         """For how long the dataset has been busy with the next element, in seconds."""
@@ -312,7 +312,7 @@ class Reader:
             self._ended = error
             raise
         except Exception as error:
-            where = f"after {self._produced} elements"
+            where = f"after {self._from + self._produced} elements"
             failure = ProducerError(
                 f"The dataset ({self.name}) raised {type(error).__name__} {where}: {error}. "
                 f"Its own traceback is shown above."
@@ -337,7 +337,7 @@ class Reader:
         assert self._spec is not None
         leaves = element
         if not self._is_plain(element):
-            leaves = self._spec.conform(element, self._produced - 1)
+            leaves = self._spec.conform(element, self._from + self._produced - 1)
         for leaf, target in zip(leaves, block, strict=True):
             target[row] = leaf  # also narrows 64 bits, without a second copy
 

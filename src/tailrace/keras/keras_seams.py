@@ -8,9 +8,10 @@ bound.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -76,10 +77,29 @@ def _first_batches() -> bool:
     return names == ["self", "iterator", "data_batch"]
 
 
+@contextlib.contextmanager
+def _tensorflow_unasked() -> Iterator[None]:
+    """Inside, Keras describes values without TensorFlow.
+
+    It asks whether each of them is one of TensorFlow's shapes, and imports it for that, which takes
+    seconds. No value of the probe is.
+    """
+    lazy: Any = keras.saving.serialize_keras_object.__globals__.get("tf")
+    if getattr(lazy, "_available", True) is not None:  # it has been asked, or Keras has changed
+        yield
+        return
+    lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = None
+
+
 def _graph_description() -> bool:
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
-    node = model.get_config()["layers"][1]["inbound_nodes"][0]
+    with _tensorflow_unasked():
+        node = model.get_config()["layers"][1]["inbound_nodes"][0]
     tensor = node["args"][0]
     described = tensor["class_name"] == "__keras_tensor__" and "kwargs" in node
     return described and len(tensor["config"]["keras_history"]) == 3

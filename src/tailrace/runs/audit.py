@@ -72,7 +72,8 @@ class Audit:
         elements: the number of consumed elements.
         passes: for each pass over the data, in order: its fit, epoch, first element, end.
         findings: sentences about gaps, repeats and disorder; empty if there are none.
-        compared: the number of elements compared with the dataset.
+        compared: the number of elements compared with the dataset. If it is 0, an element that the
+            dataset itself left out is not noticed.
         rewinds: where training went back, and why.
     """
 
@@ -86,7 +87,7 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every element was consumed once, in order."""
+        """Whether every element was consumed once, in order; see `compared` for which elements."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -104,11 +105,17 @@ class Audit:
             were = "was" if self.compared == 1 else "were"
             lines.append(f"{counted(self.compared, 'element')} {were} compared with the dataset")
         lines += [f"WRONG: {text}" for text in self.findings[:50]]
-        lines.append(
-            "every element was consumed once, in order"
-            if self.is_clean
-            else counted(len(self.findings), "finding")
-        )
+        if self.is_clean:
+            what = "every element" if self.compared else "every element that the dataset delivered"
+            lines.append(f"{what} was consumed once, in order")
+        else:
+            lines.append(counted(len(self.findings), "finding"))
+        if not self.compared:
+            lines.append(
+                "not compared with the dataset: elements are those that it delivered, by their count; "
+                "whether it skipped or changed some itself is not seen. With tr.Trainer(..., "
+                "fingerprint=True), tailrace audit RUN MODULE:FUNCTION compares them"
+            )
         return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tailrace.data.paths import remedy
 from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated
@@ -378,7 +379,7 @@ def _in_words(directory: Path, what: str, tables: RunTables | None) -> Iterator[
         kept = f" The {steps} steps before are there: tr.open_run reads them." if steps else ""
         raise RunError(
             f"The run directory {str(directory)!r} {what}: {type(error).__name__}: "
-            f"{text.rstrip('.')}.{kept}"
+            f"{text.rstrip('.')}.{kept} {remedy(error)}".rstrip()
         ) from error
 
 

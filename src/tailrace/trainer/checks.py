@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
@@ -78,19 +79,33 @@ def check_numbers(
             "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
             "loss_scale='dynamic'."
         )
-    # Scaled gradients overflow now and then, and the scale recovers: a guard would end the training.
+    # Scaled gradients overflow now and then, and the scale recovers: a guard would end the training,
+    # or count the step among those that it skips.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)] if scale else []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         for kind in ("grad", "accumulated", "reduced"):
             name = f"{kind}/{path_name(path) or 'params'}"
-            if is_tapped(guards, name, jax.typeof(leaf)):
-                raise OptionError(
-                    f"With loss_scale, a step whose gradients are not finite is skipped, and the scale "
-                    f"is lowered; tr.stop_on_nonfinite would end the training there. Received: a guard "
-                    f"of {name!r}. Guard what must be finite all the same: "
-                    f"tr.stop_on_nonfinite('loss')."
-                )
+            for guard in guards:
+                if is_tapped([guard], name, jax.typeof(leaf)):
+                    raise _guarded_twice(guard, name)
     return scale, precision
+
+
+def _guarded_twice(guard: StopOnNonfinite, name: str) -> OptionError:
+    """The error about a guard of gradients whose overflows are the business of a loss scale."""
+    rule = "With loss_scale, a step whose gradients are not finite is skipped"
+    if guard.skips:
+        return OptionError(
+            f"{rule} already, and the scale is lowered; on_nonfinite='skip' would count it as a bad "
+            f"step, of which there may be {guard.limit}. Received: a guard of {name!r} that skips. "
+            f"Leave on_nonfinite='skip' out, or guard the loss alone: "
+            f"observe=[tr.stop_on_nonfinite('loss', on_nonfinite='skip')]."
+        )
+    return OptionError(
+        f"{rule}, and the scale is lowered; tr.stop_on_nonfinite would end the training there. "
+        f"Received: a guard of {name!r}. Guard what must be finite all the same: "
+        f"tr.stop_on_nonfinite('loss')."
+    )
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -213,11 +228,22 @@ def check_values(what: str, tree: Tree) -> None:
         raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
     if found is not None:
         path, leaf = found
-        instead = f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
         raise ProgramError(
             f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, "
-            f"{without_values(leaf) or instead}"
+            f"{without_values(leaf) or _no_array(leaf)}"
         )
+
+
+def _no_array(leaf: object) -> str:
+    """What a leaf is that JAX has no array of, and what to give instead."""
+    if not isinstance(leaf, np.ndarray):
+        return f"a {type(leaf).__name__}. Give the arrays only and close over the rest."
+    if not leaf.dtype.isnative:
+        return (
+            f"an array in the byte order of other machines (dtype {leaf.dtype.str}). Convert it: "
+            f"x.astype(x.dtype.newbyteorder('='))."
+        )
+    return f"an array of dtype {leaf.dtype}. Give arrays of numbers and close over the rest."
 
 
 def check_eval_fn(eval_fn: object) -> Any:

@@ -236,12 +236,13 @@ class Engine:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def use(self, dataset: object) -> Feed:
+    def use(self, dataset: object, timeout_s: float | None = None) -> Feed:
         """Use elements of this dataset (or feed) from now on; returns the feed of the program.
 
-        There is one program per shape of elements. The state moves to the current one.
+        There is one program per shape of elements, which the first one tells: a dataset has `timeout_s`
+        seconds for it. The state moves to the current program.
         """
-        runner, feed = self._programs.find(dataset)
+        runner, feed = self._programs.find(dataset, timeout_s)
         self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
         # A guard runs a bad execution again up to its bad step; digests are taken of the elements on
         # the device.

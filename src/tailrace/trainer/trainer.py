@@ -1,6 +1,7 @@
 """`tr.Trainer`: training with optax, many steps per dispatch.
 
 The user's view of a training: each method checks its arguments and calls the file that does the work.
+Long, and one thing: half of it are the arguments and their descriptions.
 Methods that measure are in `costs.measuring`, those that run past steps again in `lookback.methods`.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -348,7 +350,7 @@ class Trainer(Measuring, LookingBack):
                 and `epochs` mean the whole fit. A finished fit returns at once.
             callbacks: objects with the methods of `tr.Callback`.
             progress: whether to show a progress bar; None shows it in a terminal.
-            timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
+            timeout_s: the longest wait for an element of the data, in seconds; a longer one is a
                 `tr.errors.DataTimeout`. None waits, and logs after 30 s what it waits for.
             inputs: new values of the `inputs` of a pipeline, from now on.
             trace: a directory for a timeline of this fit, or a `tr.trace(...)`.
@@ -381,7 +383,8 @@ class Trainer(Measuring, LookingBack):
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
-        validation = Validation(validation_data, validation_every, self.evaluate)
+        evaluate = partial(self.evaluate, timeout_s=timeout_s)
+        validation = Validation(validation_data, validation_every, evaluate)
         call = FitCall(
             dataset,
             duration,
@@ -432,7 +435,12 @@ class Trainer(Measuring, LookingBack):
     # -- using the model ------------------------------------------------------------------------
 
     def evaluate(
-        self, dataset: object, fn: Callable[..., Any] | None = None, *, combine: Combine = None
+        self,
+        dataset: object,
+        fn: Callable[..., Any] | None = None,
+        *,
+        combine: Combine = None,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Evaluate `fn` on all rows of a dataset.
 
@@ -444,20 +452,27 @@ class Trainer(Measuring, LookingBack):
                 over all rows, arrays of integers are summed. "mean", "sum", "max", "min", "last", an
                 object with `init()`, `update(state, value)` and `result(state)`, or a function of all
                 values; a dict has rules by name.
+            timeout_s: the longest wait for an element, as in `fit`.
 
         Returns:
             One value per name.
 
         Raises:
-            DataError: the dataset is empty, repeats without end, breaks a rule, or raises.
-            OptionError: `combine` is not a rule, or names a value that the function does not return.
+            DataError: the dataset is empty, repeats without end, breaks a rule, raises, or is late.
+            OptionError: `combine` is not a rule, or names a value that the function does not return, or
+                `timeout_s` is not a time.
             ProgramError: values of batches have different shapes, and cannot be combined.
         """
         fn = self._eval_fn if fn is None else self._bound.function(fn)
-        return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
+        return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine, timeout_s)
 
     def predict(
-        self, dataset: object, fn: Callable[..., Any] | None = None, live: bool = False
+        self,
+        dataset: object,
+        fn: Callable[..., Any] | None = None,
+        live: bool = False,
+        *,
+        timeout_s: float | None = None,
     ) -> Any:
         """The results of `fn` for each element of a dataset, in order.
 
@@ -467,16 +482,18 @@ class Trainer(Measuring, LookingBack):
                 None, with a pipeline given as a list: the result of its last stage.
             live: whether to return an iterator that yields the result of each element while the rest is
                 still being computed, instead of all results at the end.
+            timeout_s: the longest wait for an element, as in `fit`.
 
         Returns:
             A tree of arrays. Results whose leading dim is that of the element's arrays are
             concatenated along it, all others are stacked.
 
         Raises:
-            OptionError: there is no function to compute.
+            OptionError: there is no function to compute, or `timeout_s` is not a time.
             ProgramError: results of batches have different shapes, and cannot be stacked.
-            DataError: the dataset repeats without end, breaks a rule, or raises.
+            DataError: the dataset repeats without end, breaks a rule, raises, or is late.
         """
+        Patience(timeout_s)  # refused now: a live prediction reads nothing yet
         live, read = check_flag("live", live, error=OptionError), self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
             fn = self.engine.step_function.outputs
@@ -489,8 +506,8 @@ class Trainer(Measuring, LookingBack):
             )
         # A copy: the caller may go on training while results are read.
         if live:
-            return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
-        return self._evaluator.predict(dataset, fn, read)
+            return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)
+        return self._evaluator.predict(dataset, fn, read, timeout_s)
 
     def __repr__(self) -> str:
         return trainer_text(self.engine, self.history, self.records)

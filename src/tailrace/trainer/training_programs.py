@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tailrace.data.trees import Tree
-from tailrace.errors import ProgramError
+from tailrace.errors import DataTimeout, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.infeed import InfeedQueue
@@ -83,14 +83,25 @@ class TrainingPrograms:
         """The tensors that taps select in a program."""
         return self._sight_of[runner.infeeds[0]]
 
-    def find(self, dataset: object) -> tuple[LoopRunner, Feed]:
-        """The program for elements of the dataset's shape, and its feed set to that dataset."""
-        fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
+    def find(self, dataset: object, timeout_s: float | None = None) -> tuple[LoopRunner, Feed]:
+        """The program for elements of the dataset's shape, and its feed set to that dataset.
+
+        Args:
+            dataset: the dataset, or a feed.
+            timeout_s: the longest wait for an element of a dataset.
+        """
+        made = not isinstance(dataset, Feed)
+        fresh = InfeedQueue(dataset, timeout_s=timeout_s) if made else dataset
         # A feed belongs to one number of replicas: they share out its elements in turn.
         fresh.bind_replicas(self.placement.replicas)
         if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
+            self._left[1].patience = fresh.patience
             fresh.adopt(self._left[1])  # a one-shot iterator: prefetched elements come first
-        spec = fresh.spec()
+        try:
+            spec = fresh.spec()
+        except DataTimeout:
+            self.let_go(dataset, fresh)  # its first element may come yet
+            raise
         if spec not in self._runners:
             self._runners[spec] = self._traced(spec, fresh)
             return self._runners[spec], fresh

@@ -438,10 +438,11 @@ class Options(OptionsDict):
         Raises:
             ConfigFileError: the file cannot be read, or a line is not a setter with literal arguments.
         """
-        lines = [line.strip() for line in read_text(filepath).splitlines()]
-        effective = [line for line in lines if line and not line.startswith("#")]
-        for number, line in enumerate(effective, 1):
-            read_line(self, line, number, filepath)
+        # Numbered before comments are left out: a message names a line of the file.
+        for number, line in enumerate(read_text(filepath).splitlines(), 1):
+            text = line.strip()
+            if text and not text.startswith("#"):
+                read_line(self, text, number, filepath)
         return self
 
     def from_json(self, text: str) -> Options:

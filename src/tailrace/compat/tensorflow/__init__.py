@@ -37,11 +37,13 @@ from tailrace.compat.tensorflow.control import autograph as _autograph
 from tailrace.compat.tensorflow.dtypes import DTYPES, OTHER_NAMES, DType, as_dtype
 from tailrace.compat.tensorflow.function import function
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
+from tailrace.compat.tensorflow.operations import casts as _casts  # noqa: F401
 from tailrace.compat.tensorflow.operations import checks as _checks  # noqa: F401
 from tailrace.compat.tensorflow.operations import (  # each fills the table
     control_flow as _control_flow,
 )
 from tailrace.compat.tensorflow.operations import elementwise as _elementwise  # noqa: F401
+from tailrace.compat.tensorflow.operations import groups as _groups  # noqa: F401
 from tailrace.compat.tensorflow.operations import matrices as _matrices  # noqa: F401
 from tailrace.compat.tensorflow.operations import neural as _neural  # noqa: F401
 from tailrace.compat.tensorflow.operations import random_numbers as _random_numbers
@@ -159,7 +161,21 @@ def _v1() -> Any:
     return v1
 
 
+class _Train(_Namespace):
+    """`tf.train`: in TensorFlow 2 it has no optimizers, so a program that uses one here is of 1."""
+
+    def __getattr__(self, name: str) -> Any:
+        # The names of the host are in both; so are those that Python asks any module for.
+        if name in dir(_v1().train) and name not in _older.BOTH_TRAIN:
+            return _older.begin(f"train.{name}", _v1)
+        return getattr(_v1().train, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_v1().train)
+
+
 _NAMES: dict[str, Any] = {
+    "train": _Train("train"),
     **DTYPES,
     **{other: DTYPES[name] for other, name in OTHER_NAMES.items()},
     "dtypes": _Namespace("dtypes", {**DTYPES, "DType": DType, "as_dtype": as_dtype}),
@@ -236,7 +252,6 @@ _LATE = {
     "losses": lambda: _keras().losses,
     "metrics": lambda: _keras().metrics,
     "initializers": lambda: _keras().initializers,
-    "train": lambda: _v1().train,
     "estimator": _estimator,
     **{name: _partial(_older.begin, name, _v1) for name in _older.WORDS},
     "Graph": lambda: _v1().Graph,

@@ -2,12 +2,13 @@
 
 `tensorflow.compat.v1` is TensorFlow 1 for those who import it. At the top a few names mean other
 things in 1 and 2: `tf.nn.dropout(x, 0.9)` keeps nine tenths in 1 and drops them in 2. A program that
-uses a name which only TensorFlow 1 has at the top (`WORDS`) gets 1's meaning of those from then on. If
+uses a name which only TensorFlow 1 has there (`WORDS`) gets 1's meaning of those from then on. If
 it has used one of them before, with 2's meaning, it is refused.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,16 @@ from tailrace.compat.originals.missing import RefusedName
 
 WORDS = (
     *("Session", "get_variable", "global_variables_initializer", "layers", "placeholder"),
-    *("truncated_normal_initializer", "variable_scope"),
+    *("glorot_normal_initializer", "glorot_uniform_initializer", "orthogonal_initializer"),
+    *("squared_difference", "svd", "truncated_normal_initializer", "variable_scope"),
+    "variance_scaling_initializer",
 )
 """Names that TensorFlow 2 does not have at the top."""
+
+BOTH_TRAIN = frozenset(
+    {"Checkpoint", "CheckpointManager", "ExponentialMovingAverage", "latest_checkpoint"}
+)
+"""Names of ours in `tf.train` that TensorFlow 2 has as well; the others are TensorFlow 1's."""
 
 CHANGED = frozenset(
     {
@@ -56,7 +64,7 @@ def is_changed(name: str) -> bool:
 
 
 def begin(word: str, v1: Callable[[], Any]) -> Any:
-    """What TensorFlow 1 has under one of `WORDS`; the program is one of TensorFlow 1 from now on.
+    """What TensorFlow 1 has under a name of its own; the program is one of TensorFlow 1 from now on.
 
     Raises:
         RefusedName: it has used a name with TensorFlow 2's meaning before.
@@ -68,4 +76,4 @@ def begin(word: str, v1: Callable[[], Any]) -> Any:
             f"or tf.compat.v1.{word} in a program of TensorFlow 2."
         )
     _older.append(word)
-    return getattr(v1(), word)
+    return operator.attrgetter(word)(v1())

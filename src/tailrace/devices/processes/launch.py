@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -23,7 +24,7 @@ from types import FrameType
 from typing import IO, Any
 
 from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
-from tailrace.devices.processes.rollcall import TOKEN
+from tailrace.devices.processes.rollcall import LISTENING, TOKEN
 from tailrace.errors import OptionError
 
 LINES = 20
@@ -41,8 +42,15 @@ _POLL_S = 0.05
 class Watched:
     """One process: its output is passed on, each line prefixed with the process's index."""
 
-    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
+    ) -> None:
         self.number = number
+        self._ended_at = math.inf
         self.last: deque[str] = deque(maxlen=LINES)
         self.process = subprocess.Popen(
             command,
@@ -54,12 +62,38 @@ class Watched:
             errors="replace",
             # A process group of its own, so that a signal reaches the children of the script too.
             start_new_session=True,
+            pass_fds=files,
         )
+        self._waiter = threading.Thread(
+            target=self._note_end, name=f"tailrace-waiter-{number}", daemon=True
+        )
+        self._waiter.start()
         assert self.process.stdout is not None
         self._reader = threading.Thread(
             target=self._pass_on, args=(self.process.stdout,), daemon=True
         )
         self._reader.start()
+
+    def _note_end(self) -> None:
+        if not hasattr(os, "waitid"):  # macOS, before Python 3.13
+            return
+        # Not reaped here: until `poll` reports it, the system keeps its pid for it.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self._ended_at = time.monotonic()
+
+    def ended_at(self) -> float:
+        """When it ended; the same for all where the system does not tell."""
+        self._waiter.join(timeout=GRACE_S)
+        return self._ended_at
+
+    @property
+    def how(self) -> str:
+        """How it has ended."""
+        code = self.process.returncode
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
 
     def _pass_on(self, lines: IO[str]) -> None:
         with lines:
@@ -94,19 +128,24 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
     if not os.path.exists(script[0]):
         raise OptionError(f"There is no script {script[0]!r} here. Give the path of a Python file.")
     environment = dict(os.environ)
-    environment[COORDINATOR] = f"127.0.0.1:{free_port()}"
     environment[TOKEN] = secrets.token_hex(16)  # no other process on this machine can join
     environment[PROCESSES] = str(processes)
     environment["PYTHONUNBUFFERED"] = "1"  # through a pipe, lines would arrive late, or never
     if devices is not None:
         environment["TAILRACE_DEVICES"] = str(devices)
+    command = [sys.executable, *script]
     watched: list[Watched] = []
     with _guardian() as tell, _ended_by_sigterm():
         try:
-            for number in range(processes):
-                own = {**environment, PROCESS: str(number)}
-                watched.append(Watched(number, [sys.executable, *script], own))
-                tell(f"+{watched[-1].process.pid}")
+            # Open until process 0 has it: a port that is only looked up may be taken meanwhile.
+            with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+                environment[COORDINATOR] = f"127.0.0.1:{server.getsockname()[1]}"
+                first = {LISTENING: str(server.fileno())}
+                for number in range(processes):
+                    own = {**environment, PROCESS: str(number), **(first if number == 0 else {})}
+                    files = [server.fileno()] if number == 0 else []
+                    watched.append(Watched(number, command, own, files))
+                    tell(f"+{watched[-1].process.pid}")
             failed = _watch(watched, tell)
         except BaseException:
             _end(watched)
@@ -115,14 +154,14 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
         return _finish(watched, failed)
 
 
-def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
+def _finish(watched: Sequence[Watched], failed: Sequence[Watched]) -> int:
     others = [one for one in watched if one.process.poll() is None]
     _end(others)
     _finish_reading(watched)
-    if failed is None:
+    if not failed:
         return 0
     print(_failure_message(failed, len(watched), others), file=sys.stderr, flush=True)
-    code = failed.process.returncode
+    code = failed[0].process.returncode
     return code if code > 0 else 128 - code  # of a signal, as a shell reports it
 
 
@@ -181,16 +220,8 @@ def _ended_by_sigterm() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def free_port() -> int:
-    """A free port of this machine."""
-    # Freed again before process 0 listens there: another program may take it meanwhile, which the
-    # roll call then reports.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched | None:
-    """Wait until all have succeeded (None), or one has failed, which is returned."""
+def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> list[Watched]:
+    """Wait until all have succeeded, or some have failed, which are returned, the first one first."""
     running = set(watched)
     while True:
         codes = [one.process.poll() for one in watched]
@@ -198,11 +229,11 @@ def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched |
             if code is not None and one in running:
                 running.discard(one)
                 tell(f"-{one.process.pid}")  # the system may reuse its pid from now on
-            # Not zero and not None. The first failure is the cause; the others may fail because of it.
-            if code:
-                return one
+        # Not zero and not None. The first failure is the cause; the others may fail because of it.
+        if failed := [one for one, code in zip(watched, codes, strict=True) if code]:
+            return sorted(failed, key=Watched.ended_at)
         if all(code == 0 for code in codes):
-            return None
+            return []
         time.sleep(_POLL_S)
 
 
@@ -219,17 +250,14 @@ def _end(watched: Sequence[Watched]) -> None:
             one.process.wait(GRACE_S)  # with a limit: it may hang in the kernel
 
 
-def _failure_message(failed: Watched, processes: int, others: Sequence[Watched]) -> str:
-    code = failed.process.returncode
-    how = f"ended with code {code}"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            how = f"was ended by {signal.Signals(-code).name}"
-    lines = [f"  | {line}" for line in list(failed.last)] or ["  | (it printed nothing)"]
-    ended = ", ".join(str(one.number) for one in others)
-    rest = f" The others ({ended}) were ended." if others else ""
+def _failure_message(failed: Sequence[Watched], processes: int, others: Sequence[Watched]) -> str:
+    first, *later = failed
+    lines = [f"  | {line}" for line in list(first.last)] or ["  | (it printed nothing)"]
+    rest = "".join(f" Then process {one.number} {one.how}." for one in later)
+    if others:
+        rest += f" The others ({', '.join(str(one.number) for one in others)}) were ended."
     return "\n".join(
-        [f"tailrace launch: process {failed.number} of {processes} {how}.{rest}", *lines]
+        [f"tailrace launch: process {first.number} of {processes} {first.how}.{rest}", *lines]
     )
 
 

@@ -16,6 +16,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import os
 import selectors
 import socket
 import time
@@ -26,6 +27,10 @@ from tailrace.errors import DistributedError
 
 TOKEN = "TAILRACE_TOKEN"
 """The environment variable with the secret that all processes of a program share."""
+
+LISTENING = "TAILRACE_LISTENING"
+"""The environment variable of process 0 with the number of a socket that listens at the coordinator's
+address already: `tailrace launch` opens it, so that no other program can take the port meanwhile."""
 
 _RETRY_S = 0.1
 SILENT_S = 5.0
@@ -49,7 +54,7 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
     host, _, port = address.rpartition(":")
     give_up = time.monotonic() + timeout_s
     if number == 0:
-        with listening_at(host, int(port)) as server:
+        with _handed_over(int(port)) or listening_at(host, int(port)) as server:
             Roll(server, count, token).call(give_up, timeout_s)
     else:
         report = {"process": number, "count": count, "token": token}
@@ -201,6 +206,23 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
             time.sleep(_RETRY_S)
     if "error" in answer:
         raise DistributedError(str(answer["error"]))
+
+
+def _handed_over(port: int) -> socket.socket | None:
+    """The socket of `LISTENING`, if there is one and it is of this port."""
+    number = os.environ.pop(LISTENING, "")  # once: afterwards the number may be another file's
+    if not number.isdigit():
+        return None
+    try:
+        server = socket.socket(fileno=int(number))
+    except OSError:  # closed by somebody
+        return None
+    if server.getsockname()[1:2] != (port,):
+        server.detach()  # not ours to close
+        return None
+    # A program that this process starts must not keep the port open.
+    server.set_inheritable(False)
+    return server
 
 
 def listening_at(host: str, port: int) -> socket.socket:

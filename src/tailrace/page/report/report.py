@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from tailrace._version import __version__
+from tailrace.data.paths import in_words
 from tailrace.errors import RunError
 from tailrace.messages import shown
 from tailrace.page.followed import FollowedRun
@@ -57,5 +58,5 @@ def write_report(
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"The report {str(path)!r} cannot be written: {error.strerror}.") from error
+        raise RunError(f"The report {str(path)!r} cannot be written: {in_words(error)}") from error
     return path

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.data.files import parse_json, read_bytes
+from tailrace.data.paths import in_words
 from tailrace.errors import RunError
 from tailrace.profiling.profile.measurement import Measurement, Row
 from tailrace.profiling.profile.pipeline_times import PipelineTimes
@@ -58,8 +59,8 @@ class Profile(Measurement):
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the profile as JSON; raises a RunError if the file cannot be written."""
+        _write(path, self.to_json())
 
     @staticmethod
     def from_json(text: str) -> Profile:
@@ -85,8 +86,15 @@ class Profile(Measurement):
         try:
             # A file of a run is untrusted: it may be a pipe, or without end.
             text = read_bytes(path, RunError, description=True).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"The profile {str(path)!r} cannot be read: {error}.") from error
+        except UnicodeDecodeError as error:
+            raise RunError(
+                f"A profile is what trainer.profile(...).save(file) writes. Received: {str(path)!r}, "
+                f"which is no text."
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"The profile {str(path)!r} cannot be read: {in_words(error, reading=True)}"
+            ) from error
         return Profile.from_json(text)
 
 
@@ -97,8 +105,15 @@ class Treemap(str):
         return str(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture as a file."""
-        Path(path).write_text(self, encoding="utf-8")
+        """Write the picture as a file; raises a RunError if it cannot be written."""
+        _write(path, self)
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be written: {in_words(error)}") from error
 
 
 def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:

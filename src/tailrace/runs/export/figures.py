@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tailrace.data.paths import in_words
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.float_formats import FORMATS
 
@@ -105,4 +106,4 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         else:
             figure.savefig(path)
     except OSError as error:
-        raise RunError(f"The picture {str(path)!r} cannot be written: {error.strerror}.") from error
+        raise RunError(f"The picture {str(path)!r} cannot be written: {in_words(error)}") from error

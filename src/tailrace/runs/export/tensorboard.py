@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
+from tailrace.data.paths import in_words
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.exponents import BIAS
 from tailrace.records.history import History
@@ -51,7 +52,7 @@ def write_events(
     try:
         writer = SummaryWriter(str(Path(logdir)))
     except OSError as error:
-        raise RunError(f"Events cannot be written to {str(logdir)!r}: {error.strerror}.") from error
+        raise RunError(f"Events cannot be written to {str(logdir)!r}: {in_words(error)}") from error
     count = 0
     with writer:
         for name in history:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tailrace._version import __version__
 from tailrace.data.files import open_regular, parse_json, read_limit, too_large, whole_file
+from tailrace.data.paths import in_words
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
 
@@ -34,7 +35,6 @@ def write_state(
     target = pathlib.Path(path)
     if target.is_dir():
         raise RunError(f"A model is saved in a file. Received a directory: {str(target)!r}.")
-    target.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
     for kind, tree in trees.items():
@@ -49,8 +49,12 @@ def write_state(
     text = json.dumps({"version": __version__, "dtypes": dtypes, **note})
     arrays[_NOTE] = np.frombuffer(text.encode(), np.uint8)
     # Renamed at the end: a crash leaves the old file, not half of a new one.
-    with whole_file(target) as file:
-        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(target) as file:
+            np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        raise RunError(f"The model {str(target)!r} cannot be written: {in_words(error)}") from error
     return target
 
 
@@ -88,6 +92,9 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except TailraceError:
         raise
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        text = f"The model {str(path)!r} cannot be read: {in_words(error, reading=True)}"
+        raise RunError(text) from error
     except Exception as error:  # a damaged archive can raise many kinds of errors
         reason = " ".join(shown(str(error)).split())[:200]
         raise RunError(

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tailrace.data.files import byte_limit, json_checksum
+from tailrace.data.paths import remedy
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
@@ -314,8 +315,10 @@ def sentence(
         raise
     except Exception as error:
         text = " ".join(str(error).split())  # those of Orbax have many lines
+        advice = remedy(error, reading=issubclass(kind, DamagedCheckpoint))
         raise kind(
-            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: {text[:500]}"
+            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: "
+            f"{text[:500].rstrip('.')}. {advice}".rstrip()
         ) from error
 
 

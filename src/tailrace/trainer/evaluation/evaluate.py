@@ -48,18 +48,26 @@ class Evaluator:
         fn: Callable[..., Any] | None,
         read: tuple[Tree, Tree],
         combine: Combine,
+        timeout_s: float | None,
     ) -> dict[str, Any]:
         """The combined values of `fn` over all batches, by name."""
         combined = Combined(combine)
         shape = _scalars_of if fn is None else _values_of
-        for values, spec in self._run(dataset, self._loss if fn is None else fn, read, shape):
+        fn = self._loss if fn is None else fn
+        for values, spec in self._run(dataset, fn, read, shape, timeout_s):
             combined.add(values, rows_of(spec))
         return combined.results()
 
-    def predict(self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+    def predict(
+        self,
+        dataset: object,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        timeout_s: float | None,
+    ) -> Any:
         """All results, concatenated."""
         parts, sizes = [], []
-        for tree, spec in self._run(dataset, fn, read, None):
+        for tree, spec in self._run(dataset, fn, read, None, timeout_s):
             parts.append(tree)
             sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
 
@@ -84,11 +92,15 @@ class Evaluator:
         return jax.tree.map(join, *parts)
 
     def stream(
-        self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]
+        self,
+        dataset: object,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        timeout_s: float | None,
     ) -> Iterator[Any]:
         """Results one by one, soon after they are computed."""
         # Closed explicitly: since Python 3.12 a closed generator may keep its iterator alive.
-        with closing(self._run(dataset, fn, read, None, live=True)) as results:
+        with closing(self._run(dataset, fn, read, None, timeout_s, live=True)) as results:
             for tree, _ in results:
                 leaves, structure = jax.tree.flatten(tree)
                 for row in zip(*leaves, strict=True):
@@ -116,6 +128,7 @@ class Evaluator:
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
+        timeout_s: float | None,
         live: bool = False,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
         """Results of every element, some at a time; one program per shape of elements."""
@@ -128,7 +141,7 @@ class Evaluator:
         # Several processes run one program together, so all elements must have one shape.
         alone = self._placement.in_one_process
         for part in form_runs(dataset) if alone else (dataset,):
-            yield from self._run_of_one_form(part, fn, read, shape, live)
+            yield from self._run_of_one_form(part, fn, read, shape, timeout_s, live)
 
     def _run_of_one_form(
         self,
@@ -136,9 +149,10 @@ class Evaluator:
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
+        timeout_s: float | None,
         live: bool,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
-        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape)
+        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, timeout_s)
         state = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
         spec = infeed.spec()
@@ -209,8 +223,9 @@ class Evaluator:
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
+        timeout_s: float | None,
     ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
-        infeed = InfeedQueue(dataset)
+        infeed = InfeedQueue(dataset, timeout_s=timeout_s)
         infeed.bind_replicas(self._placement.replicas)
         # Each function is traced; equal programs are found again when they are to be compiled.
         key = (infeed.spec(), fn, shape)
@@ -219,6 +234,7 @@ class Evaluator:
         if found is not None:
             runner, out = found
             runner.infeeds[0].adopt(infeed)
+            runner.infeeds[0].patience = infeed.patience
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
         own = getattr(fn, "__self__", None) is self

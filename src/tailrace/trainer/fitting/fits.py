@@ -119,7 +119,7 @@ class Fits:
                 taken.put_states(call.callbacks)  # the script may ask them what they have seen
                 self._passed = call.saving
                 return
-            feed = engine.use(call.dataset)
+            feed = engine.use(call.dataset, call.timeout_s)
             assert isinstance(feed, InfeedQueue)
             # In the order of its epoch. A resumed fit has a position, and is brought there later.
             if taken is None and call.progress.epoch:
@@ -161,7 +161,7 @@ class Fits:
             return
         # If it has become shorter, or raises, the next fit reports it.
         with suppress(DataExhausted, ProducerError, ElementError):
-            feed = self._engine.use(dataset)
+            feed = self._engine.use(dataset, call.timeout_s)
             assert isinstance(feed, InfeedQueue)
             feed.patience = Patience(call.timeout_s)
             feed.set_state(position)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count
-from tailrace.errors import DataError, DataExhausted, OptionError
+from tailrace.errors import DataError, DataExhausted, DataTimeout, OptionError
 from tailrace.messages import note_once
 
 
@@ -67,6 +67,8 @@ class Validation:
             values = self._evaluate(self._data)
         except DataExhausted as error:
             raise DataExhausted(f"Each validation reads all of validation_data. {error}") from None
+        except DataTimeout as error:
+            raise DataTimeout(f"The data that is late is validation_data. {error}") from None
         scalars = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
         if arrays := [name for name in values if name not in scalars]:
             note_once(

@@ -92,8 +92,12 @@ class Deferred:
     Args:
         compute: called with the feed, returns the value.
         name: what it is called in messages.
+
+    Attributes:
+        changes: whether it updates variables, so that a session runs it after its other fetches.
     """
 
+    changes = False
     __array_ufunc__ = None  # numpy leaves arithmetic to the operators below
 
     def __init__(self, compute: Callable[[Feed], Any], name: str = "deferred") -> None:
@@ -106,7 +110,7 @@ class Deferred:
         """The value in this run; computed once in it."""
         # A run computes each value once: two fetches that share a part see the same random numbers.
         if id(self) not in feed:
-            evaluated(self._before, feed)
+            do(self._before, feed)
             with computing(feed):
                 feed[id(self)] = self._compute(feed)
         return feed[id(self)]
@@ -240,6 +244,14 @@ def deferred_call(
 def evaluated(nest: Tree, feed: Feed) -> Any:
     """A nest with everything deferred computed."""
     return map_leaves(lambda leaf: leaf.value(feed) if isinstance(leaf, Deferred) else leaf, nest)
+
+
+def do(parts: Sequence[Any], feed: Feed) -> None:
+    """Do what has been described, once in a run; in a program, operations have been done already."""
+    for part in parts:
+        evaluated(part, feed)
+        if isinstance(part, Operation) and current() is None and id(part) not in feed:
+            feed[id(part)] = part()
 
 
 def value_now(value: object) -> Any:

@@ -20,6 +20,7 @@ from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings import locations, strategies
 from tailrace.compat.poptorch.settings.containers import OptionsDict
 from tailrace.data.files import parse_json, read_bytes
+from tailrace.data.paths import in_words
 from tailrace.errors import TailraceError
 
 
@@ -60,9 +61,13 @@ def read_text(path: object) -> str:
         raise ConfigFileError(f"An options file is given by its path. Received: {path!r}")
     try:
         return read_bytes(path, ConfigFileError, description=True).decode()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = in_words(error, reading=True)
         raise ConfigFileError(f"The options file {str(path)!r} cannot be read: {reason}") from error
+    except ValueError as error:  # no UTF-8, or a path that is none
+        raise ConfigFileError(
+            f"The options file {str(path)!r} cannot be read: {error}. Give a file of text in UTF-8."
+        ) from error
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:

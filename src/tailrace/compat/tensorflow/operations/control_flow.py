@@ -188,13 +188,6 @@ def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(f)
 
 
-@operation("group", "no_op")
-def group(*operations: Any) -> Any:
-    """Operations done together: they are done when they are made."""
-    # What is grouped has been done; in a graph, `deferred_call` has run it before this is reached.
-    return operations[-1] if operations else None
-
-
 @operation("print")
 def print_(*inputs: Any, **options: Any) -> None:
     """Print values when they have been computed."""

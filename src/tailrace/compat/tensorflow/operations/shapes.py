@@ -148,19 +148,7 @@ def meshgrid(*args: Any, indexing: str = "xy") -> Any:
     return ops.meshgrid(*map(tensor, args), indexing=indexing)
 
 
-# -- dtypes and shapes ------------------------------------------------------------------------------
-
-
-@operation("cast", "saturate_cast")
-def cast(x: TensorLike, dtype: DTypeLike) -> Any:
-    """The values in another dtype."""
-    return ops.cast(tensor(x), narrowed(dtype))
-
-
-@operation("bitcast")
-def bitcast(input: TensorLike, type: DTypeLike) -> Any:
-    """The bits read as another dtype."""
-    return tensor(input).view(narrowed(type))
+# -- shapes -----------------------------------------------------------------------------------------
 
 
 @operation("shape")

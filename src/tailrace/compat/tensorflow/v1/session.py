@@ -14,7 +14,7 @@ import numpy as np
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
-from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, Step, deferred_call
+from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Forms, deferred_call
 from tailrace.compat.ipu.graph.named_variables import (
     Store,
     forget_variables,
@@ -184,7 +184,7 @@ class Session:
             (id(key), np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value)
             for key, value in (feed_dict or {}).items()
         )
-        steps: list[Step] = []
+        steps: list[Deferred] = []
         # Programs are traced when they first run, and ask for variables of the graph.
         with self.graph.as_default(), deferred.computing(feed):
             found = map_leaves(lambda one: _fetched(one, feed, steps), fetches)
@@ -202,9 +202,9 @@ class Session:
         return lambda *values: self.run(fetches, dict(zip(feed_list, values, strict=True)))
 
 
-def _fetched(fetch: object, feed: Feed, steps: list[Step]) -> Any:
-    # Before `Deferred`, of which a step is one: it runs after all other fetches.
-    if isinstance(fetch, Step) and fetch.changes:
+def _fetched(fetch: object, feed: Feed, steps: list[Deferred]) -> Any:
+    # Before other values: what updates variables runs after all other fetches.
+    if isinstance(fetch, Deferred) and fetch.changes:
         steps.append(fetch)
         return None
     # A text is the name of a variable, unless a benchmark returned it.
@@ -354,7 +354,25 @@ def variables_initializer(var_list: Sequence[VariableLike], name: str = "init") 
     <Operation init>
     """
     variables = list(var_list)
-    return Operation(name, lambda: [variable.reset() for variable in variables] and None)
+
+    def initialize() -> None:
+        for variable in variables:
+            variable.reset()
+
+    return Operation(name, initialize)
+
+
+def local_variables_initializer(name: str = "init") -> Operation:
+    """An operation that does nothing: there are no local variables, nor tables, to initialize.
+
+    Args:
+        name: what the operation is called.
+
+    >>> from tailrace.compat.tensorflow.compat import v1 as tf
+    >>> with tf.Session() as sess:
+    ...     sess.run(tf.local_variables_initializer())
+    """
+    return Operation(name)
 
 
 def get_default_session() -> Session | None:

@@ -44,6 +44,9 @@ from tailrace.compat.tensorflow.v1.session import get_default_session as get_def
 from tailrace.compat.tensorflow.v1.session import (
     global_variables_initializer as global_variables_initializer,
 )
+from tailrace.compat.tensorflow.v1.session import (
+    local_variables_initializer as local_variables_initializer,
+)
 from tailrace.compat.tensorflow.v1.session import nothing as _nothing
 from tailrace.compat.tensorflow.v1.session import placeholder as placeholder
 from tailrace.compat.tensorflow.v1.session import (
@@ -53,8 +56,8 @@ from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_d
 from tailrace.compat.tensorflow.v1.session import variables_initializer as variables_initializer
 from tailrace.data.array_like import TensorLike as _TensorLike
 
-# Switches of TensorFlow's own runtime, and initializers of what has its value when it is made.
-local_variables_initializer = tables_initializer = _nothing
+tables_initializer = local_variables_initializer
+# Switches of TensorFlow's own runtime.
 disable_resource_variables = enable_resource_variables = _nothing
 disable_control_flow_v2 = disable_v2_tensorshape = _nothing
 
@@ -237,6 +240,9 @@ def __getattr__(name: str) -> Any:
         return _host.named(f"compat.v1.{name}")
     if name in _initializers.INITIALIZERS:
         return _initializers.INITIALIZERS[name]
+    # Not by `_tf`, where most of these are words of TensorFlow 1.
+    if name in _tf._INITIALIZERS:
+        return _tf._initializer(_tf._INITIALIZERS[name])
     path = _RENAMED.get(name, name)
     # First what TensorFlow 1 computes otherwise, then what only has another name since.
     if f"compat.v1.{name}" in _OPERATIONS:
