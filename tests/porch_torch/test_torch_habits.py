@@ -1,4 +1,4 @@
-"""What users of plain PyTorch write by habit: backward(), step() and zero_grad() around a call."""
+"""What users of plain PyTorch write by habit around a call: it works, or a text says what to do."""
 
 import copy
 import io
@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from small_modules import Regression, line, seeded
+from torch import nn
 
 import tailrace as tr
 import tailrace.torch as tt
@@ -110,3 +111,167 @@ def test_steps_of_the_host_are_left_alone(caplog):
     model.copy_weights_to_host_if_needed()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# -- gradients on the host ------------------------------------------------------------------------
+
+
+CLIPPING = {
+    "norm": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "norm of a list": lambda module: nn.utils.clip_grad_norm_(list(module.parameters()), 1.0),
+    "norm of one": lambda module: nn.utils.clip_grad_norm_(module.linear.weight, 1.0),
+    "values": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_clipping_after_a_call_says_where_it_is_done(trained, name):
+    with pytest.raises(
+        tr.TailraceError, match=r"would clip nothing.*max_grad_norm= of an optimizer"
+    ):
+        CLIPPING[name](trained[0].module)
+
+
+def test_clipping_before_the_first_call_and_of_other_modules_is_pytorchs(trained):
+    module, plain = seeded(Regression)
+    tt.training_model(module)
+    for one in (module, plain):
+        assert nn.utils.clip_grad_norm_(one.parameters(), 1.0) == 0
+
+
+def test_clipping_of_a_backward_pass_of_the_host():
+    module, plain = seeded(Regression)
+    model = tt.training_model(module, torch.optim.SGD(module.parameters(), 0.1))
+    model(*line(4))
+    plain.load_state_dict(module.state_dict())
+    norms = []
+    for one in (module, plain):
+        one.linear.bias.requires_grad_(False)  # has none, as in PyTorch
+        one(*line(4))[1].backward()
+        norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.01))
+    assert norms[0] == norms[1] > 0.01
+    assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)
+    module.zero_grad()
+    assert module.linear.weight.grad is None
+
+
+def test_a_destroyed_model_has_pytorchs_gradients_again():
+    module, _ = seeded(Regression)
+    model = tt.training_model(module)
+    model(*line(4))
+    model.destroy()
+    assert nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0
+
+
+def test_reading_a_gradient_says_where_it_is(trained, caplog):
+    forget_notes()
+    module = trained[0].module
+    assert [p.grad for p in module.parameters()] == [None, None]
+    (note,) = [r.message for r in caplog.records if ".grad of its parameters" in r.message]
+    assert "anchor_tensor(name, 'grad/...')" in note
+
+
+def test_a_scaler_says_what_to_use(trained):
+    _, optimizer, loss, _ = trained
+    for use in (lambda s: s.unscale_(optimizer), lambda s: s.step(optimizer)):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss)
+        with pytest.raises(tr.TailraceError, match="loss_scaling= of an optimizer of tt.optim"):
+            use(scaler)
+
+
+def _step_on_the_host(module, optimizer):
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def _load(module, optimizer):
+    module.load_state_dict({n: v * 2 for n, v in module.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_step_on_the_host, _load])
+@pytest.mark.parametrize("copied", [False, True])
+def test_weights_that_the_host_has_changed(caplog, change, copied):
+    forget_notes()
+    module, _ = seeded(Regression)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model = tt.training_model(module, optimizer)
+    model(*line(4))
+    change(module, optimizer)
+    if copied:
+        model.copy_weights_to_device()
+    model(*line(4))
+    model(*line(4))
+    notes = [r for r in caplog.records if "Weights were changed on the host" in r.message]
+    assert len(notes) == (0 if copied else 1)
+    assert not copied or "copy_weights_to_device()" not in caplog.text
+
+
+def test_weights_loaded_between_two_programs_are_trained():
+    module, plain = seeded(Regression)
+    model = tt.training_model(module, torch.optim.SGD(module.parameters(), 0.0))
+    model(*line(4))
+    model.anchor_tensor("g", "grad/linear.weight")  # the program is dropped
+    wanted = {n: v * 2 for n, v in plain.state_dict().items()}
+    model.load_state_dict(wanted)
+    model(*line(4))
+    assert torch.equal(module.linear.weight, wanted["linear.weight"])
+
+
+# -- modes and hooks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_training_call_without_gradients_is_refused(trained, mode):
+    before = trained[0].module.linear.weight.clone()
+    with (
+        mode(),
+        pytest.raises(tr.TailraceError, match=r"nothing does.*tt.inference_model\(module\)"),
+    ):
+        trained[0](*line(4))
+    assert torch.equal(trained[0].module.linear.weight, before)
+
+
+def test_forward_hooks_registered_and_removed_between_calls():
+    module, _ = seeded(Regression)
+    model = tt.inference_model(module)
+    plain = model(*line(4))[0]
+    handle = module.linear.register_forward_hook(lambda module, given, out: out * 2)
+    assert torch.equal(model(*line(4))[0], plain * 2)
+    handle.remove()
+    assert torch.equal(model(*line(4))[0], plain)
+
+
+HOOKS = {
+    "register_hook": lambda module: module.linear.weight.register_hook(lambda g: g * 0),
+    "register_full_backward_hook": (
+        lambda module: module.linear.register_full_backward_hook(lambda *given: None)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_backward_hooks_registered_after_a_call_are_refused(name):
+    module, plain = seeded(Regression)
+    models = [tt.training_model(one) for one in (module, plain)]
+    for model in models:
+        model(*line(4))
+    handle = HOOKS[name](module)
+    with pytest.raises(tr.TailraceError, match=f"hook of {name}, which would never run"):
+        models[0](*line(4))
+    handle.remove()
+    for model in models:
+        model(*line(4))
+    assert torch.equal(module.linear.weight, plain.linear.weight)
+
+
+def test_retain_grad_in_forward_says_what_to_anchor():
+    class Retaining(Regression):
+        def forward(self, x, y):
+            out = self.linear(x)
+            out.retain_grad()
+            return out, nn.functional.mse_loss(out, y)
+
+    with pytest.raises(tr.TailraceError, match="retain_grad.*anchor it.*cotangent"):
+        tt.training_model(Retaining())(*line(4))

@@ -20,6 +20,7 @@ from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.errors import UsageError
+from tailrace.torch.tracing.backward_hooks import hooks_of
 from tailrace.torch.tracing.forward import Forward, weights_of, written_name
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 
@@ -70,6 +71,8 @@ class Model(ABC):
         """Run one execution; arguments are those of the module's forward."""
         # Before the program is looked at: changes on the host may drop it.
         self._before_call()
+        if self.is_compiled and self._hooks_now() != self._hooks_traced:
+            self._drop_program()
         if not self.is_compiled:
             self._build(args, kwargs)
         form = self._form
@@ -219,6 +222,8 @@ class Model(ABC):
         function = ModuleFunction(self.module, self._training, options.precision, options.staging)
         forward = Forward(function, form)
         params, buffers = weights_of(self.module)
+        self._hooks_now = hooks_of(self.module)
+        self._hooks_traced = self._hooks_now()
         # A trace of its own comes first: outputs, losses and blocks decide what the program is made of.
         forward.learn(params, buffers, self._default_mode is OutputMode.FINAL)
         self._forward = forward

@@ -19,7 +19,9 @@ from tailrace.errors import ProgramError
 from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
+from tailrace.torch.errors import UsageError
 from tailrace.torch.models.base import Model
+from tailrace.torch.models.host_gradients import watch_gradients
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
@@ -53,6 +55,7 @@ class FollowingModel(Model):
         self._hypers: Any = None
         link(module, self)
         self._sharing.join(module)
+        watch_gradients()
         self._hook(optimizer)
         if has_stepped(optimizer):  # perhaps in another process
             note_what_is_lacking(module)
@@ -60,6 +63,11 @@ class FollowingModel(Model):
     def copy_weights_to_host_if_needed(self) -> bool:
         """Copy weights to the host if training has changed them; returns whether it had."""
         raise NotImplementedError
+
+    @property
+    def trained_tensors(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer updates."""
+        return list(self._device_optimizer.tensors.values())
 
     # -- called by the module and by models with the same weights -------------------------------
 
@@ -86,6 +94,12 @@ class FollowingModel(Model):
     # -- changes between calls ------------------------------------------------------------------
 
     def _before_call(self) -> None:
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "A call of a training model trains, and under torch.no_grad() or "
+                "torch.inference_mode() nothing does. Call the model outside of it; to evaluate, make "
+                "a model that does not train: tt.inference_model(module)."
+            )
         # A destroyed model may be called again: it takes the module back.
         if trainer_of(self.module) is not self:  # destroyed before
             link(self.module, self)
@@ -93,10 +107,31 @@ class FollowingModel(Model):
         self._take_shared()
         if self._outdated():
             self._start_over(self.optimizer)
+        elif self._program is not None or self._held is not None:
+            self._note_lost_writes()
         bound = self._device_optimizer
         chosen = self._follows and bound.choices() != self._choices
         if self._reloaded or chosen or bound.forms() != self._forms:
             self._take_optimizer(self.optimizer)
+
+    def _note_lost_writes(self) -> None:
+        """Log that the host's weights were changed and not copied: the device goes on with its own."""
+        # Weights that other models train are written by those.
+        if self._versions != self._current_versions() and not self._sharing.others:
+            note_once(
+                "Weights were changed on the host, by a step of the optimizer, load_state_dict of the "
+                "module or in place, and this call trains those on the device, which are other ones. "
+                "After a change call model.copy_weights_to_device()."
+            )
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        """PyTorch counts the writes to each tensor."""
+        listed = self._device_optimizer.listed
+        return [param._version for param in listed if not param.is_inference()]
 
     def _outdated(self) -> bool:
         """Whether the module has other parameters than the program, or other dtypes."""
@@ -130,6 +165,7 @@ class FollowingModel(Model):
         """Record what the program depends on, to detect changes."""
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
+        self._note_versions()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:
         """Continue with the current flags, parameters and state of an optimizer."""

@@ -18,6 +18,11 @@ _changes = [0]
 """The number of times a model has joined or left, after which cached relations are recomputed."""
 
 
+def living_models() -> list[Any]:
+    """The training models that are wrapped around a module."""
+    return list(_living)
+
+
 class Sharing:
     """The tensors of one training model, and the other models that share some of them.
 

@@ -74,6 +74,7 @@ class TrainingModel(FollowingModel):
                 tensor.copy_(tensor_of(source[name]))
             for name, tensor in self.module.named_buffers():
                 tensor.copy_(tensor_of(state.model_state[name]))
+        self._note_versions()
         if not self._reloaded:
             self._device_optimizer.take_over(state.optimizer_state)
 
@@ -96,13 +97,14 @@ class TrainingModel(FollowingModel):
             self._held = jax.tree.map(jnp.array, state)
         else:
             self._program.put(state)
+        self._note_versions()
         self.version += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
         note_what_is_lacking(self.module)
-        if self._program is not None:
+        if self._program is not None or self._held is not None:
             self.copy_weights_to_device()
         return found
 

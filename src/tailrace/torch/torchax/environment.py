@@ -37,6 +37,7 @@ from tailrace.torch.torchax.ops.matrices import MATRICES
 from tailrace.torch.torchax.ops.pools import POOLS
 from tailrace.torch.torchax.ops.special_functions import COMPOSED, SPECIAL
 from tailrace.torch.torchax.ops.tensors import MAKERS, tensor_from
+from tailrace.torch.torchax.refused_dtypes import refuse_mixed
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.watch import current_watch
@@ -264,6 +265,7 @@ def make_environment() -> Any:
             if (plain := _out_of_place(func)) is not None:
                 results.check_cast(plain, args, kwargs)
             refuse_as_pytorch(func, args, kwargs)
+            refuse_mixed(func, args, kwargs)
             args, kwargs = results.with_numbers_stored(func, args, kwargs)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
             # In this order: `dtype=` decides what is computed in, then integers get a common dtype or

@@ -15,6 +15,7 @@ import numpy as np
 
 from tailrace.data.array_like import Index, TensorLike
 from tailrace.torch.calls.containers import rebuild
+from tailrace.torch.torchax.refused_dtypes import check_key, check_value
 from tailrace.torch.torchax.results import as_dtype, number_as
 from tailrace.torch.tracing.watch import current_watch
 
@@ -28,6 +29,8 @@ def set_item(x: TensorLike, key: Index, value: TensorLike) -> None:
         # Before anything is read: earlier writes may have gone through another view.
         watch.aliases.settle()
         key, value = rebuild((key, value), watch.constant)
+    check_key(key)
+    check_value(x, key, value)
     held = x.jax()
     if isinstance(value, bool | int | float | complex):
         value = number_as(value, x.dtype)

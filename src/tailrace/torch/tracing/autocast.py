@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tailrace.data.trees import Tree
-from tailrace.torch.calls.containers import rebuild
+from tailrace.torch.calls.containers import flatten, rebuild
 
 _PRODUCTS = (
     "addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
@@ -26,6 +26,10 @@ _LOSSES = (
     "hinge_embedding_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss "
     "multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss smooth_l1_loss "
     "soft_margin_loss triplet_margin_loss"
+)
+_OF_ONE_DTYPE = (
+    "addcdiv addcmul atan2 bilinear cross dot grid_sample grid_sampler index_put scatter_add "
+    "tensordot vdot"
 )
 
 NARROW = {
@@ -52,6 +56,12 @@ WIDE = {
     ),
 }
 """What loses too much in 16 bits, by the kind of device: in float32."""
+
+WIDEST = {
+    "cpu": frozenset(("cat", "index_copy", "stack")),
+    "cuda": frozenset(_OF_ONE_DTYPE.split()),
+}
+"""What takes tensors of one dtype, by the kind of device: in the widest of those given."""
 
 # The lists have public names; what a mode sees of the same function may have another.
 _SPELLED = {
@@ -94,6 +104,10 @@ def cast_arguments(func: Callable[..., Any], args: Tree, kwargs: Tree) -> tuple[
         dtype = torch.get_autocast_dtype(device)
     elif name in WIDE[device]:
         dtype = torch.float32
+    elif name in WIDEST[device]:
+        given = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        wide = any(leaf.dtype == torch.float32 for leaf in given)
+        dtype = torch.float32 if wide else torch.get_autocast_dtype(device)
     else:
         return args, kwargs
 

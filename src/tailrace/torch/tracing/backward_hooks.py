@@ -6,6 +6,7 @@ hooks are another matter: they run while the forward pass is traced, and work.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,31 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
         raise ProgramError(f"{where} has a hook of {method}, which would never run. {_INSTEAD}")
 
 
+def hooks_of(module: torch.nn.Module) -> Callable[[], list[Any]]:
+    """A function that says which hooks a module has now, those on its parameters included.
+
+    They count when the forward pass is traced: others than then need another trace.
+    """
+    held = [
+        hooks
+        for inner in module.modules()
+        for hooks in (
+            inner._forward_hooks,
+            inner._forward_pre_hooks,
+            inner._backward_hooks,
+            inner._backward_pre_hooks,
+        )
+    ]
+    parameters = list(module.parameters())
+
+    def now() -> list[Any]:
+        # Ids of hooks, which PyTorch never uses twice. For every call: most dicts are empty.
+        found: list[Any] = [*itertools.chain.from_iterable(held)]
+        return found + [id(p) for p in parameters if p._backward_hooks]
+
+    return now
+
+
 def refusals(trains: bool) -> dict[Any, Callable[..., Any]]:
     """Functions of PyTorch's backward pass that have no place in forward, and what is done instead."""
 
@@ -44,6 +70,13 @@ def refusals(trains: bool) -> dict[Any, Callable[..., Any]]:
     def later(watch: Watch, tensor: TensorLike, *_: Any) -> Any:
         return hook(watch, tensor, name="register_post_accumulate_grad_hook")
 
+    def retained(watch: Watch, tensor: TensorLike) -> Any:
+        raise ProgramError(
+            f"{_place(watch)} calls retain_grad on a tensor, and its gradient would never be there. "
+            f"To see it, anchor it (model.anchor_tensor(name, 'cotangent/...')) or select it with "
+            f"observe=."
+        )
+
     def differentiates(watch: Watch, *_: Any, **__: Any) -> Any:
         raise ProgramError(
             f"{_place(watch)} asks PyTorch for gradients (torch.autograd.grad or backward()) within "
@@ -55,6 +88,7 @@ def refusals(trains: bool) -> dict[Any, Callable[..., Any]]:
     return {
         torch.Tensor.register_hook: hook,
         torch.Tensor.register_post_accumulate_grad_hook: later,
+        torch.Tensor.retain_grad: retained,
         torch.Tensor.backward: differentiates,
         torch.autograd.backward: differentiates,
         torch.autograd.grad: differentiates,

@@ -23,6 +23,7 @@ from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.env import Env
+from tailrace.torch.torchax.refused_dtypes import refuse_mixed
 from tailrace.torch.torchax.results import corrected, plainly, written
 from tailrace.torch.torchax.view_aliases import Aliases
 
@@ -172,6 +173,7 @@ class WatchingMode(TorchFunctionMode):
             # written.
             self.watch.aliases.settle()
             args, kwargs = self.cast(func, args, kwargs)
+            refuse_mixed(func, args, kwargs)
         # Here as well as in the environment: replaced functions never reach that one.
         place = kwargs.pop("out", None) if ours else None
         out = self._run(func, args, kwargs) if ours else func(*args, **kwargs)
