@@ -11,8 +11,8 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataError, DataExhausted, OptionError
-from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
+from tailrace.trainer.lookback.start import nearest
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
 STATE = {"seen": np.int32(0)}

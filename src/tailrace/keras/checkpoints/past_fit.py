@@ -27,9 +27,10 @@ from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
 from tailrace.trainer.lookback.handed import HandedReplay
-from tailrace.trainer.lookback.recorded import Recorded, recorded_by
-from tailrace.trainer.lookback.replay import Replay, nearest, with_later_history
+from tailrace.trainer.lookback.outcome import Replay
+from tailrace.trainer.lookback.recorded import Recorded, recorded_by, with_later_history
 from tailrace.trainer.lookback.rerun import looking_back
+from tailrace.trainer.lookback.start import nearest
 
 
 class PastFit(Keeping):

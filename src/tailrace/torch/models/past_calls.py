@@ -21,8 +21,9 @@ from tailrace.torch.models.saving import flat, read_note, read_state
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.handed import HandedReplay
+from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.recorded import recorded_by
-from tailrace.trainer.lookback.replay import Replay, check_step
+from tailrace.trainer.lookback.start import check_step
 
 
 class CallLog:

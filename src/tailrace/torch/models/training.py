@@ -30,7 +30,7 @@ from tailrace.torch.models.saving import check_same_form, read_state, write_stat
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
-from tailrace.trainer.lookback.replay import Replay
+from tailrace.trainer.lookback.outcome import Replay
 
 
 class TrainingModel(FollowingModel):

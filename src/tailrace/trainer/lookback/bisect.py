@@ -12,8 +12,8 @@ from tailrace.taps.bit_digests import bit_digest, joined
 from tailrace.taps.tap import Tap
 from tailrace.trainer.callbacks.callback import AnyTrainer
 from tailrace.trainer.executions import Results
-from tailrace.trainer.lookback.replay import nearest
 from tailrace.trainer.lookback.rerun import Rerun
+from tailrace.trainer.lookback.start import nearest
 
 
 @dataclasses.dataclass(frozen=True)

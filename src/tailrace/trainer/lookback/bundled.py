@@ -12,7 +12,7 @@ from tailrace.errors import CheckpointError
 from tailrace.taps.tap import Observe, parse_taps
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.lookback.replay import Replay
+from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.bundles import elements_in, read_bundle
 

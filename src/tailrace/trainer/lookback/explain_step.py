@@ -16,9 +16,10 @@ from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Tap
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.lookback.comparison import Comparison
 from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
-from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, known_of, nearest
+from tailrace.trainer.lookback.recorded import Recorded, known_of
+from tailrace.trainer.lookback.start import nearest
 
 _PLACE, _MEASURED = EXAMPLE.descr[:2], EXAMPLE.descr[2:]
 ROW = np.dtype([*_PLACE, ("row", np.int64), *_MEASURED, ("score", np.float64)])
@@ -105,7 +106,8 @@ def explain_step(
     # Gradients whole, because each row is compared with their direction; of all other tensors the
     # norm, which shows what grew.
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
-    rerun, comparison = start.rerun(engine, taps, dataset, recorded), Comparison(recorded)
+    rerun = start.rerun(engine, taps, dataset, recorded.has_fingerprints)
+    comparison = Comparison(recorded)
     rerun.check(step)
     before = []
     with rerun.closing():

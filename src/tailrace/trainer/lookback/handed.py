@@ -19,8 +19,9 @@ import numpy as np
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
+from tailrace.trainer.lookback.comparison import Comparison, replay_of
+from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, Replay, replay_of
 from tailrace.trainer.lookback.rerun import RunnerPair
 
 

@@ -10,8 +10,9 @@ from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.bundled import replay_bundle
 from tailrace.trainer.lookback.explain_step import StepExplanation, explain_step
+from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.recorded import recorded_by
-from tailrace.trainer.lookback.replay import Replay, replay
+from tailrace.trainer.lookback.replay import replay
 from tailrace.trainer.lookback.rewind import rewind
 from tailrace.trainer.observation.journal import Journal
 

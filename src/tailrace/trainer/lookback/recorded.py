@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from tailrace.errors import CheckpointError
+from tailrace.messages import counted
 from tailrace.records.fingerprints import GROUPS
 from tailrace.records.history import History
 from tailrace.runs.info import RUN_FILE
 from tailrace.runs.reader import Run, open_run
 from tailrace.runs.writer import RunWriter
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
+from tailrace.trainer.checkpoints.snapshot import HISTORY, history_of
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.lookback.start import Start
 from tailrace.trainer.observation.journal import Journal
 
 
@@ -62,6 +69,11 @@ class Recorded:
             if any(found.values()):
                 self.executions[first, end - first] = found
 
+    @property
+    def has_fingerprints(self) -> bool:
+        """Whether there are fingerprints to compare with."""
+        return bool(self.executions)
+
     def ends(self, first: int, last: int) -> list[int]:
         """Where executions ended between two steps, in order."""
         found = {start + steps for start, steps in self.executions}
@@ -98,3 +110,63 @@ def differences_of(
         for group in groups
         if recorded.get(group) and group in found and recorded[group] != found[group]
     ]
+
+
+# -- what later checkpoints know -----------------------------------------------------------------
+
+
+def known_of(start: Start, step: int, recorded: Recorded, engine: Engine) -> Recorded:
+    """What is recorded, with what later checkpoints of a trainer know of a step."""
+    directory, parts = (
+        start.directory,
+        (engine.accumulation.microbatches, engine.placement.replicas),
+    )
+    _check_elements(start.fit()[1]["fit"]["elements_per_step"], parts, directory)
+    if step in recorded.losses:
+        return recorded
+
+    def read(kept: Kept) -> tuple[Mapping[str, np.ndarray], int]:
+        arrays, note = Start(kept, directory, *orbax_files.read(kept.path)).fit()
+        return arrays, int(note["fit"]["progress"]["first_step"])
+
+    return with_later_history(recorded, directory, step, read, parts)
+
+
+def _check_elements(there: int, parts: tuple[int, int], directory: CheckpointDirectory) -> None:
+    """Refuse steps that took another number of elements than those of this trainer or model."""
+    here = parts[0] * parts[1]
+    if there != here:
+        raise CheckpointError(
+            f"A step in {str(directory.directory)!r} took {counted(there, 'element')} (accumulation x "
+            f"replicas), and here it takes {here}. Use the accumulation and replicas of the training."
+        )
+
+
+def with_later_history(
+    recorded: Recorded,
+    directory: CheckpointDirectory,
+    step: int,
+    read: Callable[[Kept], tuple[Mapping[str, np.ndarray], int]],
+    parts: tuple[int, int],
+) -> Recorded:
+    """What is recorded, with the history of a step in a later checkpoint: each has that of its fit.
+
+    Args:
+        recorded: what is known already; it is added to.
+        directory: the checkpoints.
+        step: the step.
+        read: returns the arrays of a checkpoint, and the first step of its fit.
+        parts: the numbers of microbatches and replicas.
+    """
+    # Newest first: each has the history of its whole fit, and the latest has the most of it.
+    for kept in reversed([kept for kept in directory.found() if kept.step > step]):
+        try:
+            arrays, first = read(kept)
+        except orbax_files.DamagedCheckpoint:
+            continue  # an earlier one may know the step too
+        if first <= step:
+            losses = arrays.get(f"{HISTORY}each/loss")
+            if losses is not None and len(losses):
+                _check_elements(losses[0].size, parts, directory)
+            return recorded.add_history(history_of(arrays, first, *parts))
+    return recorded

@@ -9,8 +9,9 @@ import numpy as np
 
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.replay import Comparison, known_of, nearest
+from tailrace.trainer.lookback.comparison import Comparison
+from tailrace.trainer.lookback.recorded import Recorded, known_of
+from tailrace.trainer.lookback.start import nearest
 
 
 def rewind(
@@ -24,7 +25,7 @@ def rewind(
     """Give an engine the state before a past step; returns whether that is proved."""
     start = nearest(checkpoint, step, fits, before=True)
     recorded = known_of(start, max(0, step - 1), recorded, engine)
-    rerun = start.rerun(engine, (), dataset, recorded)
+    rerun = start.rerun(engine, (), dataset, recorded.has_fingerprints)
     comparison, first = Comparison(recorded), rerun.step
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):

@@ -1,0 +1,103 @@
+"""What a replay found: the records of the step, and whether it is the step that happened."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tailrace.records.records import Record, Records
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A value that differs from the recorded one.
+
+    Attributes:
+        step: the step, or the last one of the execution.
+        what: "loss", or the group of tensors whose fingerprint differs.
+        recorded: the value that the training recorded.
+        replayed: the value in the replay.
+    """
+
+    step: int
+    what: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        if self.what == "loss" and not isinstance(self.recorded, int):
+            return f"step {self.step}: loss {self.recorded} recorded, {self.replayed} replayed"
+        marks = f"{self.recorded:016x} recorded, {self.replayed:016x} replayed"
+        return f"after step {self.step}: {self.what} {marks}"
+
+
+class Replay(Mapping[Any, Record]):
+    """A replayed step: the records of its taps, by name, and whether it provably equals the original.
+
+    As a condition it is true if it is proved, whatever was observed.
+
+    Attributes:
+        step: its index.
+        loss: its loss.
+        proved: True if everything that was recorded is equal bit for bit; False if something
+            differs; None if nothing was recorded.
+        differences: what differs, the earliest first.
+        evidence: a description of what was compared.
+        started_at: the step of the checkpoint that the replay started from.
+        changed: the versions, flags and devices that have changed since, which are the likely causes
+            of a difference.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: float,
+        records: Records,
+        differences: list[Difference],
+        compared: list[str],
+        started_at: int,
+        changed: Sequence[str] = (),
+        source: str = "checkpoint",
+    ) -> None:
+        self.step, self.loss, self.started_at = step, loss, started_at
+        self._records, self._source = records, source
+        self.differences, self.changed = differences, list(changed)
+        self.evidence = ", ".join(dict.fromkeys(compared))
+        self.proved = not differences if compared else None
+
+    def __getitem__(self, name: str | tuple[str, str]) -> Record:
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __bool__(self) -> bool:
+        # Not the number of records: `assert trainer.replay(...)` must not pass without proof.
+        return self.proved is True
+
+    def __str__(self) -> str:
+        said = {
+            True: f"proved: equal to what was recorded, bit for bit ({self.evidence})",
+            False: "NOT PROVED: it differs from what was recorded",
+            None: "not proved: nothing was recorded of it",
+        }[self.proved]
+        lines = [
+            f"step {self.step}, loss {self.loss:.7g}, from the {self._source} of {self.started_at}"
+        ]
+        lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        if any(one.what == "elements" for one in self.differences):
+            lines.append(
+                "the elements differ: the dataset or its order is not that of the training"
+            )
+        elif self.differences and "elements" in self.evidence:
+            lines.append("the elements are equal: the model, optimizer, options or machine differ")
+        if not self.proved:
+            lines += [f"  changed since: {one}" for one in self.changed]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Replay(step {self.step}, proved={self.proved}, {len(self)} records)"
