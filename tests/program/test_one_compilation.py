@@ -15,7 +15,7 @@ from jax import lax
 
 import tailrace as tr
 from oracles import assert_bits_equal
-from tailrace.taps.counted_loop import looks_between, run_counted
+from tailrace.taps.counted_loop import Looks, looks_between, run_counted
 from tailrace.taps.frame import Emission, Emissions, Trip
 
 ROWS = np.random.default_rng(0).normal(size=(96, 4, 3)).astype(np.float32)
@@ -186,8 +186,9 @@ def test_programs_are_kept_between_processes(tmp_path):
     count=st.integers(0, 12),
     first=st.integers(0, 30),
     period=st.integers(1, 7),
+    last=st.booleans(),
 )
-def test_counted_loops_make_the_rows_of_a_scan(room, count, first, period):
+def test_counted_loops_make_the_rows_of_a_scan(room, count, first, period, last):
     count = min(count, room)
     xs = jnp.arange(room, dtype=jnp.int32)
 
@@ -199,7 +200,8 @@ def test_counted_loops_make_the_rows_of_a_scan(room, count, first, period):
         return carry, ([carry], emitted)
 
     def run(count, first):
-        return run_counted(one_pass, jnp.int32(1), xs, room, Trip(count, first), period, True)
+        looks = Looks(period, last)
+        return run_counted(one_pass, jnp.int32(1), xs, room, Trip(count, first), looks)
 
     carry, (ys,), each, looks = jax.jit(run)(count, first)
     expected, values = 1, []
@@ -212,3 +214,28 @@ def test_counted_loops_make_the_rows_of_a_scan(room, count, first, period):
     assert seen == [i for i in range(count) if (first + i + 1) % period == 0]
     rows = (looks or each)["look"].value
     assert rows[: len(seen)].tolist() == [values[i] for i in seen]
+
+
+@pytest.mark.parametrize("room", [2, 5])
+@pytest.mark.parametrize("counted", [True, False])
+def test_only_the_last_pass_looks(room, counted):
+    xs, traced = jnp.arange(room, dtype=jnp.int32), []
+
+    def one_pass(carry, x, observing):
+        traced.append(observing)
+        total, looked = carry
+        looked = looked + x + 1 if observing else looked
+        return (total * 3 + x, looked), ([total], Emissions())
+
+    def run(count):
+        trip = Trip(count, jnp.int32(4)) if counted else None
+        return run_counted(one_pass, (jnp.int32(1),) * 2, xs, room, trip, Looks(0, last=True))
+
+    count = room - 1 if counted else room
+    (total, looked), (before,), each, looks = jax.jit(run)(count)
+    assert traced == [False, True]
+    assert (int(looked), len(each), len(looks)) == (1 + count, 0, 0)
+    expected = [1]
+    for x in range(count):
+        expected.append(int(np.int32(expected[-1] * 3 + x)))
+    assert [*before[:count].tolist(), int(total)] == expected

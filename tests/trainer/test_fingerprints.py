@@ -12,6 +12,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
+from tailrace.program.running.replica_layout import ReplicaLayout
 from tailrace.records.fingerprints import GROUPS, chained
 from tailrace.taps.bit_digests import (
     digest,
@@ -31,9 +32,9 @@ def optimizer():
 
 
 def trainer_of(loss_fn=mlp_loss, params=None, **options):
-    options.setdefault("steps_per_execution", 3)
+    options = {"steps_per_execution": 3, "fingerprint": True, **options}
     params = mlp() if params is None else params
-    return tr.Trainer(loss_fn, optimizer(), params, fingerprint=True, **options)
+    return tr.Trainer(loss_fn, optimizer(), params, **options)
 
 
 def leaves_of(tree):
@@ -141,12 +142,62 @@ def test_the_chain_depends_on_everything_before(plain):
         assert int(marks["chain"][row]) == chain
 
 
-def test_training_is_the_same_without(plain):
-    other = tr.Trainer(mlp_loss, optimizer(), mlp(), steps_per_execution=3)
-    other.fit(ELEMENTS[:9], steps=9)
-    assert_bits_equal(plain.state, other.state)
-    assert_bits_equal(plain.history.loss, other.history.loss)
+# How XLA rounds the update of Lion depends on whether the gradients are written to memory.
+@pytest.mark.parametrize("update", [optimizer, lambda: optax.lion(0.05, weight_decay=0.1)])
+def test_training_is_the_same_without(update):
+    marked, other = (
+        tr.Trainer(mlp_loss, update(), mlp(), steps_per_execution=3, fingerprint=fingerprint)
+        for fingerprint in (True, False)
+    )
+    for trainer in (marked, other):
+        trainer.fit(ELEMENTS[:9], steps=9)
+    assert_bits_equal(marked.state, other.state)
+    assert_bits_equal(marked.history.loss, other.history.loss)
     assert not len(other.history.fingerprints["chain"])
+
+
+MIX = "2246822507"
+"""A constant of digests (0x85EBCA6B), as it is written in a program."""
+
+
+@pytest.mark.parametrize("taps", [(), [tr.Tap("grad/*", mode=tr.every(2), reduce="norm")]])
+def test_one_program_and_only_the_last_step_digests(taps, compilations):
+    trainer = trainer_of(observe=taps)
+    trainer.fit(ELEMENTS[:9], steps=9)
+    assert (len(compilations), len(trainer.engine.digests.programs)) == (1, 0)
+    text = compilations[0].as_text()
+    assert MIX in text
+    # The loop over silent steps is inside the loop over looks, and comes before the loud step.
+    silent = text[text.index("stablehlo.while", text.index("stablehlo.while") + 1) :]
+    inner = silent[: silent.index("stablehlo.return", silent.index("} do {"))]
+    assert "dot_general" in inner
+    assert MIX not in inner
+
+
+def test_periodic_taps_have_no_row_of_the_last_step():
+    taps = [tr.Tap("grad/*", mode=tr.every(4), reduce="tensor")]
+    marked, other = (trainer_of(observe=taps, fingerprint=flag) for flag in (True, False))
+    alone = trainer_of()
+    # Executions of three steps, of which some have a look, some end with it, and some have none.
+    for trainer in (marked, other, alone):
+        trainer.fit(ELEMENTS[:26], steps=26)
+    for name in ("grad/hidden/kernel", "grad/out"):
+        found, expected = marked.records[name], other.records[name]
+        assert list(found.steps) == list(expected.steps) == [3, 7, 11, 15, 19, 23]
+        assert_bits_equal(found.values, expected.values)
+    for group, values in alone.history.fingerprints.items():
+        assert_bits_equal(marked.history.fingerprints[group], values)
+
+
+def test_the_program_and_a_separate_one_agree(monkeypatch):
+    inside, apart = trainer_of(replicas=2), trainer_of(replicas=2)
+    inside.fit(ELEMENTS[:16], steps=8)
+    # As with state in host memory, which the training program does not read back.
+    monkeypatch.setattr(ReplicaLayout, "on_devices", False)
+    apart.fit(ELEMENTS[:16], steps=8)
+    assert [len(one.engine.digests.programs) for one in (inside, apart)] == [0, 1]
+    for group, values in inside.history.fingerprints.items():
+        assert_bits_equal(apart.history.fingerprints[group], values)
 
 
 def test_executions_of_other_lengths_end_alike(plain):
@@ -181,9 +232,10 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_state_that_is_spread_has_the_digest_of_the_whole(form):
-    params = mlp(hidden=401)  # large enough to be shared out, and not even
+    # Large enough to be shared out, and not even; parameters are even, and must not be divided.
+    params = mlp(features=4, hidden=401)
     trainer = trainer_of(params=params, **FORMS[form])
-    trainer.fit(ELEMENTS[:16], steps=4)
+    trainer.fit(regression(16, features=4), steps=4)
     for group, expected in by_numpy(trainer.state).items():
         assert last(trainer)[group] == expected, group
 

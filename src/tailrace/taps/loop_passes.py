@@ -6,7 +6,8 @@ that writes the emissions of each iteration to a row of a buffer; see `counted_l
 Emissions leave a loop in one of three ways, and the choice decides what they cost. Stacked, one row per
 iteration: the default. Periodic, one row per `period` iterations: the iterations in between do not
 compute them at all. Collected, one value per loop (a sum, or the last one): they become part of the
-carry, so that memory does not grow with the length of the loop.
+carry, so that memory does not grow with the length of the loop. What is both, a digest of the last
+iteration, is in the carry and computed by the iterations that observe.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -15,7 +16,7 @@ carry, so that memory does not grow with the length of the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.data.trees import Tree
-from tailrace.taps.counted_loop import OnePass, run_counted, traced_once, zeros
+from tailrace.taps.counted_loop import Looks, OnePass, run_counted, traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Emitted, Trip
+from tailrace.taps.wanted import RawKey, is_collected
 
 
 class Ran(NamedTuple):
@@ -59,7 +61,7 @@ class Passes:
         reverse: whether it runs from the last iteration to the first.
         unroll: how many iterations `lax.scan` unrolls.
         length: the number of iterations, or, with a `trip`, the capacity.
-        collect: emissions of which a single value is kept: their sum, or the last.
+        collects: whether it may have emissions of which a single value is kept.
         trip: the length of the loop, if it is data.
     """
 
@@ -67,44 +69,44 @@ class Passes:
     reverse: bool
     unroll: int
     length: int
-    collect: Mapping[Any, str] | None = None
+    collects: bool = False
     trip: Trip | None = None
 
-    def collecting(self, collect: Mapping[Any, str]) -> Passes:
-        """Keep a single value, not one per iteration, of the emissions named in `collect`."""
-        return dataclasses.replace(self, collect=collect)
-
-    def run(self, init: Tree, xs: Tree, period: int, observing: bool) -> Ran:
-        """Emit all iterations; periodic values come from the last of every `period` of them."""
-        if self.collect is None:
-            return self._all(self.one_pass, init, xs, period, observing)
+    def run(self, init: Tree, xs: Tree, looks: Looks) -> Ran:
+        """Emit all iterations; periodic values come from those that `looks` says."""
+        if not self.collects:
+            return self._all(self.one_pass, init, xs, looks)
         # Collected values join the carry, which needs an initial value of the right shape before the
         # first iteration. The body is traced for it, and that trace is then used as the body: tracing
         # it twice would double the time at each level of nested loops.
         traced, (_, (_, shapes)) = traced_once(
-            lambda c, x: self.one_pass(c, x, observing), init, jax.tree.map(_first, xs)
+            lambda c, x: self.one_pass(c, x, looks.any), init, jax.tree.map(_first, xs)
         )
-        kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
+        kept = Emissions((k, jax.tree.map(zeros, s)) for k, s in shapes.items() if is_collected(k))
 
-        def one_pass(carry: Tree, x: Tree, looks: bool) -> Any:
+        def one_pass(carry: Tree, x: Tree, observing: bool) -> Any:
             carry, kept = carry
-            # The trace above is of an iteration with `observing`; the other kind is traced here.
-            made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
+            # The trace above is of one kind of iteration; the other kind is traced here.
+            known = observing == looks.any
+            made = traced(carry, x) if known else self.one_pass(carry, x, observing)
             carry, (ys, emitted) = made
             after = Emissions()
             for key, old in kept.items():
-                # A silent iteration does not emit periodic values: the old one stays.
+                # A silent iteration does not emit them all: the old one stays.
                 after[key] = collected(key, old, emitted.pop(key)) if key in emitted else old
             return (carry, after), (ys, emitted)
 
-        ran = self._all(one_pass, (init, kept), xs, period, observing)
+        ran = self._all(one_pass, (init, kept), xs, looks)
         carry, kept = ran.carry
         return ran._replace(carry=carry, once=kept)
 
-    def _all(self, one_pass: OnePass, init: Tree, xs: Tree, period: int, observing: bool) -> Ran:
-        if self.trip is not None:
+    def _all(self, one_pass: OnePass, init: Tree, xs: Tree, looks: Looks) -> Ran:
+        period = looks.period
+        # With a period, a loop of fixed length ends with a look anyway.
+        ending = looks.last and not period and self.length > 1
+        if self.trip is not None or ending:
             assert not self.reverse, "a loop over steps runs forwards"
-            found = run_counted(one_pass, init, xs, self.length, self.trip, period, observing)
+            found = run_counted(one_pass, init, xs, self.length, self.trip, looks)
             return Ran(*found, Emissions())
 
         def scan(body: Callable[[Tree, Tree], Any], carry: Tree, xs: Tree, length: int) -> Any:
@@ -112,8 +114,8 @@ class Passes:
                 body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
             )
 
-        if period == 1:
-            body = lambda c, x: one_pass(c, x, observing)  # noqa: E731
+        if period < 2:
+            body = lambda c, x: one_pass(c, x, looks.any)  # noqa: E731
             carry, (ys, emitted) = scan(body, init, xs, self.length)
             return Ran(carry, ys, emitted, Emissions(), Emissions())
         # A branch in every iteration would cost more than the observation. Instead, each group of
@@ -128,7 +130,7 @@ class Passes:
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1
             )
             # The last of the group: periodic taps keep steps n-1, 2n-1, ...
-            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), observing)
+            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), True)
             every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
             return carry, (_append(ys, last_ys), every, last)
 
@@ -163,7 +165,7 @@ def _first(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 def collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emission:
     """Combine a value over two iterations: their sum, or the later one in which it was computed."""
-    if ours and key[0].collect == "sum":
+    if ours and isinstance(key, RawKey) and key[0].collect == "sum":
         return jax.tree.map(jnp.add, old, new)
     made = new.valid
     if made is None:

@@ -45,11 +45,11 @@ from tailrace.jaxprs.walk import (
     loop_tag,
     walk,
 )
-from tailrace.taps.counted_loop import OnePass, traced_once, zeros
+from tailrace.taps.counted_loop import Looks, OnePass, traced_once, zeros
 from tailrace.taps.frame import Block, Emission, Emissions, Emitted, Frame
 from tailrace.taps.loop_passes import Passes, skipping
 from tailrace.taps.resolver import OnMark, Resolver
-from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
+from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine, looks_of
 from tailrace.taps.while_passes import run_while
 
 
@@ -124,7 +124,7 @@ class Rewriter(Visitor[Any, Frame]):
                 outputs = list(outputs)
                 outputs[want.output] = want.change(outputs[want.output], around.step())
         for want in wants:
-            if want.change is None and (around.observing or not want.periodic):
+            if want.change is None and (around.observing or not want.sparse):
                 around.emit(RawKey((want,)), outputs[want.output])
         return outputs
 
@@ -190,19 +190,17 @@ class Rewriter(Visitor[Any, Frame]):
         # A sum or a last value is kept in the carry of our loops. In a user's scan it is stacked like
         # any other value, and reduced over the layers afterwards.
         wants = self._inside.get(here, ())
-        collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
+        collects = is_ours and any(want.collect != "stack" for want in wants)
         # A guard that stops wins: then the host goes back, and nothing is skipped on the device.
         guards = [want for want in wants if want.guard] if outermost else []
         each_pass: OnePass = one_pass
         if guards and all(want.skips for want in guards):
             each_pass = skipping(one_pass, self._is_good)
         trip = frame.trip if outermost else None
-        over = Passes(each_pass, scan.reverse, scan.unroll, length, trip=trip)
-        period = self.period if outermost else 1
-        if collected and is_ours:
-            over = over.collecting(collected)
-        ran = over.run(init, (xs, numbers), period, frame.observing)
-        frame.take(ran.each, ran.looks, ran.once, period)
+        over = Passes(each_pass, scan.reverse, scan.unroll, length, collects, trip)
+        looks = looks_of(wants, self.period) if outermost else Looks(int(frame.observing))
+        ran = over.run(init, (xs, numbers), looks)
+        frame.take(ran.each, ran.looks, ran.once, looks.period)
         if outermost:
             frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
         return [*ran.carry, *ran.ys]

@@ -213,7 +213,7 @@ class GradientDigest:
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
         """The request to the rewriter for one gradient."""
-        return Wanted(key, output, collect="final", digest=True)
+        return Wanted(key, output, collect="last", digest=True)
 
     def nbytes(self, entry: Entry) -> int:
         """Bytes of one digest."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from tailrace.data.trees import Tree
 from tailrace.spans.scopes import TAPS
 from tailrace.taps.bit_digests import digest_many
+from tailrace.taps.counted_loop import Looks
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -29,7 +30,8 @@ class Wanted:
         reduce: a reduction to apply inside the loop, before it leaves; None for statistics, which are
             computed for all tensors of a loop body together.
         periodic: whether it is emitted only in the last of every `period` steps.
-        collect: "stack" keeps one entry per iteration of a loop, "sum" and "final" one per execution.
+        collect: "stack" keeps one entry per iteration of a loop, "sum" and "final" one per execution;
+            so does "last", and only steps that observe compute it: the last one does.
         guard: whether only its finiteness is of interest.
         skips: whether it is a guard that undoes a step in which it is not finite, and lets the loop
             continue.
@@ -50,6 +52,11 @@ class Wanted:
     skips: bool = False
     change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
+    @property
+    def sparse(self) -> bool:
+        """Whether only iterations that observe emit it."""
+        return self.periodic or self.collect == "last"
+
 
 class FiniteKey(tuple[Hashable, ...]):
     """The key of a flag for the finiteness of some tensors: their names."""
@@ -69,6 +76,19 @@ class RawKey(tuple[Wanted]):
     __slots__ = ()
 
 
+def is_collected(key: Hashable) -> bool:
+    """Whether our loops keep one value of an emission, not one per iteration."""
+    return isinstance(key, DigestKey) or (isinstance(key, RawKey) and key[0].collect != "stack")
+
+
+def looks_of(wants: Iterable[Wanted], period: int) -> Looks:
+    """The steps that must observe, for these values."""
+    wants = tuple(wants)
+    last = any(want.collect == "last" for want in wants)
+    # Without periodic values a look in every step would be for nothing but the last one's.
+    return Looks(0 if last and not any(want.periodic for want in wants) else period, last)
+
+
 def condense(frame: Frame, at_end: bool = False) -> None:
     """Replace the tensors that a part of a program emits by their reductions.
 
@@ -85,7 +105,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
     digested: list[tuple[Any, Emission]] = []
     for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
         (want,) = raw
-        if want.collect != "stack" and not at_end:
+        if want.collect in ("sum", "final") and not at_end:
             continue
         emission = frame.emitted.pop(raw)
         if want.guard:

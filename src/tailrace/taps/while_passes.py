@@ -21,7 +21,7 @@ from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Emitted
 from tailrace.taps.loop_passes import both, collected
-from tailrace.taps.wanted import RawKey
+from tailrace.taps.wanted import is_collected
 
 
 def run_while(
@@ -41,7 +41,7 @@ def run_while(
     """
 
     def is_single(key: Hashable) -> bool:
-        return most is None or (isinstance(key, RawKey) and key[0].collect != "stack")
+        return most is None or is_collected(key)
 
     def keep(number: jax.Array, kept: Emitted, emitted: Emitted) -> Emitted:
         put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, number, 0)  # noqa: E731

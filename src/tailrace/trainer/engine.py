@@ -137,7 +137,6 @@ class Engine:
             offload_activations=offload_activations,
             microbatches=self.accumulation.microbatches,
             pipelined=pipelined,
-            fingerprints_of=params if fingerprint else None,
         )
         keeping, share = self.memory.keeping, check_share(sentinel)
         self.step_function: Step = (PipelineStep if pipelined else PlainStep)(
@@ -173,7 +172,9 @@ class Engine:
         taps = taps if self.digests is None else [*taps, GradientDigest()]
         pipelined = self.pipeline is not None
         each = leaves_of_replicas(self.form, step.shares, step.keeping, pipelined=pipelined)
-        programs = TrainingPrograms(step, self.form, each, placement, taps, self.sentinel)
+        programs = TrainingPrograms(
+            step, self.form, each, placement, taps, self.digests, self.sentinel
+        )
         count, scaling = self.accumulation.microbatches, step.loss_scale
         collector = Collector(self.scalars, count, scaling, self.guard, self.digests, self.sentinel)
         return programs, collector
@@ -244,9 +245,10 @@ class Engine:
         """
         runner, feed = self._programs.find(dataset, timeout_s)
         self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
-        # A guard runs a bad execution again up to its bad step; digests are taken of the elements on
-        # the device.
-        runner.keep_elements = self.guarded or self.digests is not None
+        # A guard runs a bad execution again up to its bad step, a sentinel all of it; where the program
+        # computes no digests, they are taken of the elements on the device.
+        apart = self.digests is not None and runner.closing is None
+        runner.keep_elements = self.guarded or self.sentinel is not None or apart
         return feed
 
     def program_for(self, dataset: object) -> tuple[LoopRunner, Feed]:
@@ -409,9 +411,8 @@ class Engine:
         scalars = self._collector.scalars_on_device(runner, emitted)
         feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
         if self.digests is not None:
-            # Now, not in `collect`: the next dispatch overwrites the state.
-            digests = self.digests.take(runner, state, runner.taken.get(feed) if feed else None)
-            # Elements are kept for their digests as well; without a guard nothing is ever rewound.
+            digests = self.digests.after(runner, state, emitted)
+            # Elements are kept not only for a guard; without one nothing is ever rewound.
             origin = origin if self.guarded else None
         reading = None if feed is None else feed.reading
         ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)

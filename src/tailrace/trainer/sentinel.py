@@ -122,7 +122,7 @@ class Sentinel:
         # With the elements of the first run, which are still on the device: reading them again could
         # give others, and would not test what the device computes.
         watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
-        watch.digests = self.digests.take(runner, copy, None)
+        watch.digests = self.digests.after(loud, copy, watch.emitted)
         watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
         # The second run has replaced it; the ticket must have the inputs of the first.
         runner.origin = origin

@@ -30,6 +30,7 @@ from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.tap import AnyTap, Tap
 from tailrace.trainer.sentinel import WATCHED, Sentinel
+from tailrace.trainer.state_digests import StateDigests
 
 
 class TrainingPrograms:
@@ -41,6 +42,7 @@ class TrainingPrograms:
         each: for each leaf of the state, whether it differs per replica.
         placement: the devices, as far as they are known before tracing.
         taps: the taps, whose tensors are looked for in each program.
+        digests: computes fingerprints, if they were requested.
         sentinel: compares executions, if one does.
 
     Attributes:
@@ -55,11 +57,12 @@ class TrainingPrograms:
         each: list[bool],
         placement: Placement,
         taps: Sequence[AnyTap],
+        digests: StateDigests | None,
         sentinel: Sentinel | None,
     ) -> None:
         self.placement, self.each = placement, each
         self._step, self._form = step, form
-        self._taps, self._sentinel = taps, sentinel
+        self._taps, self._digests, self._sentinel = taps, digests, sentinel
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
         # By feed too: it is asked for in every dispatch, and a spec takes 10 us to hash.
@@ -159,6 +162,8 @@ class TrainingPrograms:
         # Tracing and compiling are apart: the runner compiles at its first dispatch, with what taps
         # selected by then.
         runner.wanted = self._sights[spec].wanted
+        if self._digests is not None:
+            self._digests.join(runner)
         if WATCHED in self._step.taps and self._sentinel is not None:
             self._sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))
         return runner

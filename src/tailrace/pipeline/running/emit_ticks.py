@@ -26,7 +26,7 @@ from tailrace.pipeline.running.value_lookup import Values
 from tailrace.spans.scopes import STAGES, unit_scope
 from tailrace.taps.frame import Block, Emissions
 from tailrace.taps.rewrite import Rewriter
-from tailrace.taps.wanted import RawKey, condense
+from tailrace.taps.wanted import condense, is_collected
 
 
 class Ticking:
@@ -86,7 +86,7 @@ class Ticking:
             # shapes must be known before any job is traced.
             sketch, forms = self._sketch(job, values, elements, ahead)
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
-            emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
+            emitted.update(empty(shapes, lambda key: () if is_collected(key) else (count,)))
 
         def tick(state: Tree, row: Tree) -> Any:
             carry, emitted = dict(state[0]), state[1]
@@ -241,10 +241,6 @@ def _blocks(elements: Tree, m: jax.Array) -> dict[Any, Block]:
     }
 
 
-def _is_collected(key: object) -> bool:
-    return isinstance(key, RawKey) and key[0].collect != "stack"
-
-
 def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
     """The emissions of all microbatches, with those of one more added."""
 
@@ -253,7 +249,7 @@ def _kept(emitted: Emissions, made: Emissions, m: jax.Array) -> Emissions:
 
     after = Emissions(emitted)
     for key, new in made.items():
-        if not _is_collected(key):
+        if not is_collected(key):
             after[key] = jax.tree.map(put, emitted[key], new)
         elif key[0].collect == "sum":
             after[key] = jax.tree.map(jnp.add, emitted[key], new)

@@ -26,7 +26,7 @@ from tailrace.spans.scopes import STASH
 from tailrace.taps.counted_loop import OnePass
 from tailrace.taps.frame import Block, Emissions, Emitted
 from tailrace.taps.loop_passes import Passes, skipping
-from tailrace.taps.wanted import FiniteKey, RawKey, condense, fine
+from tailrace.taps.wanted import FiniteKey, condense, fine, looks_of
 
 
 class PipelinePlacement(Placement):
@@ -66,9 +66,6 @@ class PipelineProgram(DeviceProgram):
         self._assembly = assembly
         guards = [want for want in piece.all_wanted if want.guard]
         self._skips = bool(guards) and all(want.skips for want in guards)
-        self._collected = {
-            RawKey((want,)): want.collect for want in piece.all_wanted if want.collect != "stack"
-        }
 
     def jitted(self, donated: tuple[int, ...]) -> Any:
         """The function, mapped over replicas and stages."""
@@ -100,7 +97,7 @@ class PipelineProgram(DeviceProgram):
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
             return results, emitted, ticket
 
-        return jax.jit(call, donate_argnums=donated)
+        return jax.jit(self._closed(call, carried), donate_argnums=donated)
 
     def _function(
         self,
@@ -136,13 +133,12 @@ class PipelineProgram(DeviceProgram):
         # is not carried then.
         if self._skips:
             body = skipping(one_pass, functools.partial(_is_good, machine))
-        over = Passes(body, False, 1, piece.length, trip=frame.trip)
-        if self._collected:
-            over = over.collecting(self._collected)
-        period = self._rewriter.period
-        ran = over.run(start, (counters, self._blocks(elements)), period, piece.period > 0)
+        collects = any(want.collect != "stack" for want in piece.all_wanted)
+        over = Passes(body, False, 1, piece.length, collects, frame.trip)
+        looks = looks_of(piece.all_wanted, piece.period)
+        ran = over.run(start, (counters, self._blocks(elements)), looks)
         held, alike, _ = ran.carry
-        frame.take(ran.each, ran.looks, ran.once, period)
+        frame.take(ran.each, ran.looks, ran.once, looks.period)
         for key, emission in ran.emitted.items():
             # One device computed it. The outputs of the program are equal on all devices.
             source = machine.emitting.sources.get(key)

@@ -119,6 +119,11 @@ class StageLayout(LoopLayout):
         inputs = self._program.traced.jaxpr.invars[self._program.num_carried :]
         return [*mine, *(np.asarray(state.values[var]) for var in inputs)]
 
+    @property
+    def on_devices(self) -> bool:
+        """Whether no buffer is in host memory."""
+        return not any(self.assembly.held_layout.hosted)
+
     def held(self, state: LoopState) -> list[Any]:
         """The buffers of the devices, values equal on all, and values that do not change."""
         outside = zip(self._program.traced.jaxpr.outvars, self._numbers, strict=True)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
@@ -28,7 +29,7 @@ from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn, Var
 from tailrace.jaxprs.walk import Position
-from tailrace.program.running.loop_state import Buffer, Numbers
+from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import Packing
 from tailrace.program.running.segments import Segment
@@ -39,6 +40,12 @@ from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
 """The key of the number of steps that ran, which programs emit if it is known only at run time."""
+
+CLOSING = ("closing",)
+"""The key of what a program computes from its results; see `Piece.closing`."""
+
+Closing = Callable[[LoopState, Sequence[Any]], Tree]
+"""Takes the state that a program leaves, and its elements; in the program."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,9 +58,10 @@ class Piece:
         length: the number of iterations, if the segment is a loop.
         counted: whether each dispatch chooses how many of those iterations it runs.
         wanted: additional values to emit, by position.
-        period: periodic values are emitted every `period` iterations; 0 for never.
+        period: periodic values are emitted every `period` iterations.
         muted: outfeeds that receive nothing.
         packed: whether to pack small emissions into few arrays, which only `np.asarray` can read.
+        closing: computed from the results at the end, and emitted; None for nothing.
     """
 
     segment: Segment
@@ -64,6 +72,7 @@ class Piece:
     period: int = 1
     muted: frozenset[OutfeedQueue] = frozenset()
     packed: bool = False
+    closing: Closing | None = None
 
     @functools.cached_property
     def elements(self) -> dict[Feed, int]:
@@ -111,7 +120,7 @@ class DeviceProgram(ABC):
             on_mark=SentMarks(segment.is_loop, placement.replicas, one_device, piece.muted),
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
-            period=max(piece.period, 1),
+            period=piece.period,
             free=segment.free_numbers if placement.in_one_process else FreeNumbers(),
         )
         # Only on one device: over a mesh, packed arrays would need a common sharding.
@@ -126,13 +135,46 @@ class DeviceProgram(ABC):
 
     def emissions(self, emitted: Tree) -> dict[Hashable, Emission]:
         """The emissions by key, from what a call of the function returned for them."""
+        closing: dict[Hashable, Emission] = {}
+        if self.piece.closing is not None:
+            *emitted, closed = emitted
+            closing[CLOSING] = Emission(closed)
         if self._packing is not None:
             emitted = self._packing.unpack(emitted)
-        return dict(zip(self._keys, emitted, strict=True))
+        return dict(zip(self._keys, emitted, strict=True)) | closing
 
     @abstractmethod
     def jitted(self, donated: tuple[int, ...]) -> Any:
         """The function for `jax.jit`, over all devices; `donated` are the indices of arguments."""
+
+    def _closed(
+        self, function: Callable[..., Any], specs: Sequence[PartitionSpec] = ()
+    ) -> Callable[..., Any]:
+        """The function over all devices, which also computes what `piece.closing` says.
+
+        Args:
+            function: without that.
+            specs: how its results are divided between the devices of a mesh.
+        """
+        mesh = self.piece.placement.mesh
+        closing, keys = self.piece.closing, [*self.piece.segment.reads, *self.writes]
+        if closing is None:
+            return function
+
+        # By these names a profile knows its arguments in the compiled program.
+        def call(carried: Tree, read: Tree, elements: Tree, numbers: Tree, free: Tree) -> Any:
+            results, emitted, ticket = function(carried, read, elements, numbers, free)
+            # XLA must not compute a result a second time, or with more digits, for this: it is about
+            # the bits that are in memory afterwards.
+            results = list(lax.optimization_barrier(tuple(results)))
+            if mesh is not None:
+                # They stay where they are: XLA would divide otherwise what it reads here.
+                shardings = [NamedSharding(mesh, spec) for spec in specs]
+                results = lax.with_sharding_constraint(results, shardings)
+            left = LoopState(dict(zip(keys, [*read, *results], strict=True)))
+            return results, [*emitted, closing(left, elements)], ticket
+
+        return call
 
     def _begin(
         self, numbers: jax.Array, replica: Scalar, blocks: dict[Any, Block] | None = None
@@ -144,7 +186,7 @@ class DeviceProgram(ABC):
         # used, so that it does not depend on how a training is cut into executions.
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         trip = Trip(count, first_step + offset) if piece.counted else None
-        frame = Frame(ambient, blocks or {}, observing=piece.period > 0, trip=trip)
+        frame = Frame(ambient, blocks or {}, trip=trip)
         if piece.length is None:
             return frame, None
         # Counted from the offset: neither keys nor periodic taps depend on how the loop is cut.
@@ -189,6 +231,7 @@ class SegmentProgram(DeviceProgram):
     def jitted(self, donated: tuple[int, ...]) -> Any:
         """The function, mapped over the replicas if there are several."""
         placement, function = self.piece.placement, self._function
+        written: list[PartitionSpec] = []
         if self._several:
             each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
             elements = PartitionSpec(None, devices.REPLICA)  # dim 0 is that of the iterations
@@ -197,14 +240,15 @@ class SegmentProgram(DeviceProgram):
             def spec(var: Hashable) -> PartitionSpec:
                 return each if var in self._each or var in self._spread else same
 
+            written = [spec(var) for var in self.writes]
             function = jax.shard_map(
                 function,
                 mesh=placement.mesh,
                 in_specs=([spec(var) for var in self.carried], same, elements, same, same),
-                out_specs=([spec(var) for var in self.writes], sent, same),
+                out_specs=(written, sent, same),
                 check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )
-        return jax.jit(function, donate_argnums=donated)
+        return jax.jit(self._closed(function, written), donate_argnums=donated)
 
     def _function(
         self,

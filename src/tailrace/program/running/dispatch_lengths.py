@@ -52,30 +52,3 @@ def pieces(length: int, piece: int) -> Iterator[int]:
     """
     for start in range(0, length, piece):
         yield min(piece, length - start)
-
-
-def next_piece(piece: int, remaining: int | None, step: int, period: int) -> tuple[int, int]:
-    """The length of the next piece, and its period of observation.
-
-    Pieces end where periodic taps observe, so that no branch is needed: first up to the next observed
-    step, then whole periods, then the rest, in which nothing is observed (period 0).
-
-    >>> next_piece(100, 25, step=0, period=10), next_piece(100, 5, step=20, period=10)
-    ((20, 10), (5, 0))
-    >>> next_piece(100, 50, step=25, period=10)
-    (5, 5)
-    """
-    length = piece if remaining is None else min(piece, remaining)
-    if period == 1:
-        return length, 1
-    # In the middle of a period: a piece up to its end, observed once, brings the loop back in step.
-    ahead = period - step % period
-    if ahead < period:
-        if remaining is None or ahead <= remaining:
-            return ahead, ahead
-        return remaining, 0
-    # From here on whole periods; the last iterations, fewer than a period, are not observed.
-    whole = length - length % period or period
-    if remaining is not None and remaining < whole:
-        whole = remaining - remaining % period
-    return (whole, period) if whole else (length, 0)

@@ -50,6 +50,11 @@ class LoopLayout(ABC):
     def carried_by(self, state: LoopState, replica: int) -> list[Any]:
         """The leaves of the carry of one replica, on the host; then the loop's inputs, if any."""
 
+    @property
+    @abstractmethod
+    def on_devices(self) -> bool:
+        """Whether no part of the carry is in host memory."""
+
     @abstractmethod
     def held(self, state: LoopState) -> list[Any]:
         """The arrays that hold the carry, as `digests` takes them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
-from tailrace.program.running.device_program import Piece, SegmentProgram
+from tailrace.program.running.device_program import Closing, Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_layout import LoopLayout
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
@@ -82,6 +83,8 @@ class LoopRunner:
         self.capacity: int | None = None
         """The most iterations per dispatch. One executable then serves all lengths up to it; without
         it, each length has an executable."""
+        self.closing: Closing | None = None
+        """What each dispatch also computes from the state it leaves; set before the first one."""
         self.purpose = "a program"
         """Its purpose, for messages."""
         self.executions = 0
@@ -185,7 +188,7 @@ class LoopRunner:
             length: the number of iterations.
             numbers: the seed and the counters.
             following: the number of iterations of the next dispatch, to prefetch its elements.
-            period: periodic taps observe every `period` iterations; 0 for never.
+            period: periodic taps observe every `period` iterations.
             block: the elements, if the caller has them; with room for `capacity` iterations, if that is
                 set.
         """
@@ -193,7 +196,7 @@ class LoopRunner:
         # The executable of fixed length is faster, but needs a block without padding, and a start at
         # the beginning of a period.
         exact = block is None or block.room == block.count
-        if exact and not self.separate and not numbers.first_step % max(period, 1):
+        if exact and not self.separate and not numbers.first_step % period:
             executable = self._fixed.get((length, period), executable)
         # An executable of fixed length ignores the count; a constant 0 keeps foreseen numbers valid.
         count = length if executable.counted else 0
@@ -349,6 +352,7 @@ class LoopRunner:
             segment, self.placement, length, counted, self.wanted, period, self.muted, self.packed
         )
         if segment is self._loop:
+            piece = dataclasses.replace(piece, closing=self.closing)
             return Executable(self.layout.device_program(piece))
         return Executable(SegmentProgram(piece))
 

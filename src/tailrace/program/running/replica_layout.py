@@ -94,6 +94,11 @@ class ReplicaLayout(LoopLayout):
             leaves.append(value)
         return leaves
 
+    @property
+    def on_devices(self) -> bool:
+        """Whether no leaf of the carry is in host memory."""
+        return not self._hosted
+
     def held(self, state: LoopState) -> list[Any]:
         """The array of each leaf of the carry."""
         return [value_of(state.values, var) for var in self._results]

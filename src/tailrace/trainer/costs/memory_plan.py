@@ -58,7 +58,6 @@ def plan_memory(
     offload_activations: bool,
     microbatches: int,
     pipelined: bool,
-    fingerprints_of: Tree = None,
 ) -> MemoryPlan:
     """Decide from the options and the capabilities of the devices.
 
@@ -71,7 +70,6 @@ def plan_memory(
         offload_activations: whether to offload activations.
         microbatches: the number of microbatches per step.
         pipelined: whether the model is a pipeline.
-        fingerprints_of: the parameters, if fingerprints of their gradients are kept.
     """
     check_options(share, offload_state)
     check_activations(offload_activations)
@@ -90,13 +88,6 @@ def plan_memory(
     if offload_activations:
         held, said = activations_on_host(placement.device, pipelined, placement.local_replicas)
         decisions += said
-    if fingerprints_of is not None:
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(fingerprints_of))
-        sentence = (
-            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
-            f"the execution has ended."
-        )
-        decisions = (*decisions, sentence)
     return MemoryPlan(keeping, held, decisions)
 
 
