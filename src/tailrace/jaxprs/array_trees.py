@@ -14,7 +14,7 @@ import numpy as np
 from tailrace.errors import ProgramError, TailraceError
 
 _REFUSED = (TypeError, ValueError, OverflowError)
-"""What JAX raises for a value that is no array."""
+"""What JAX raises for a value that is not an array."""
 
 
 def not_an_array(
@@ -24,7 +24,7 @@ def not_an_array(
 
     Args:
         tree: any tree.
-        convertible: whether a leaf that JAX converts to an array, such as a variable of Keras, is one.
+        convertible: whether a leaf that JAX converts to an array, such as a Keras variable, is one.
 
     >>> not_an_array({"x": 1.0, "y": (2, "a")})
     ((DictKey(key='y'), SequenceKey(idx=1)), 'a')
@@ -64,7 +64,7 @@ Leave it out, or close over it in the function.
 
 
 def _is_convertible(leaf: object) -> bool:
-    # By its methods: `jnp.asarray` takes strings for names of dtypes first. An array of NumPy that JAX
+    # By its methods: `jnp.asarray` takes a string for the name of a dtype first. A NumPy array that JAX
     # has refused has a dtype that it does not know.
     own = isinstance(leaf, np.ndarray | np.generic)
     return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "__array__") and not own)

@@ -104,7 +104,7 @@ class Adopted(Setters, Assigning, LookingBack):
             *args: as in Keras.
             observe: taps (`tr.Tap`), or selections to compute statistics of; their records are in
                 `model.records` after a fit.
-            run_dir: a new directory that keeps history and records while training goes on.
+            run_dir: a new directory that keeps history and records during training.
             fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
                 in the run directory: `tk.of(model).replay` proves by them what a past step was.
             **kwargs: as in Keras.
@@ -215,7 +215,7 @@ class Adopted(Setters, Assigning, LookingBack):
                 try:
                     return fit_kept(self, keeping, pacing, call)
                 except BaseException:
-                    # As in Keras, the next fit with this callback goes on where this one was: in a
+                    # As in Keras, the next fit with this callback continues where this one was: in a
                     # notebook, it is the same cell run again.
                     if keeping.backup is not None:
                         self.kept_fits = number
@@ -448,7 +448,7 @@ class Adopted(Setters, Assigning, LookingBack):
     ) -> Iterator[None]:
         """A context around Keras' trainer, which counts batches over all replicas."""
         model, running = self.model, self._running
-        # Evaluation inside of a fit, or a callback that calls `fit` of the same model, may nest.
+        # Evaluation inside a fit, or a callback that calls `fit` of the same model, may nest.
         before, running[mode] = running.get(mode), pacing
         # Keras' loop counts the batches of all replicas; what the user has set comes back
         # afterwards.

@@ -162,7 +162,7 @@ def balance(
 
     Raises:
         OptionError: `fn` is not a function, or `stages` is not a whole number of at least 1.
-        PipelineError: the model has fewer operations than stages, or there is something else than
+        PipelineError: the model has fewer operations than stages, or there is something other than
             arrays in `params`, `model_state` or `example`.
 
     Example:
@@ -271,7 +271,7 @@ def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]
         return out
 
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
-    # Inside of a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
+    # Inside a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
     if is_tracing():
         return jax.make_jaxpr(flat)(*shapes), form[0]
     with tracing(ProgramTrace()):

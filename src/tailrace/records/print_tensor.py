@@ -1,4 +1,4 @@
-"""`tr.print_tensor`: prints a value when the device computes it, and its gradient likewise."""
+"""`tr.print_tensor`: prints a value, and its gradient, when the device computes them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def print_tensor(
 
 
 def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
-    """`x`, printed by a JAX callback whenever it is computed, and its gradient likewise."""
+    """`x`, printed by a JAX callback whenever it is computed; its gradient too."""
     # Outside of our programs nothing resolves a mark: JAX's own callback prints.
     jax.debug.callback(lambda value: show(value, title), x)
     if not print_gradient or not jnp.issubdtype(x.dtype, jnp.inexact):

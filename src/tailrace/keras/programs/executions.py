@@ -238,7 +238,7 @@ class Executions(ABC):
     # -- inside ---------------------------------------------------------------------------------
 
     def _open(self, iterator: Iterator[Any]) -> Batches | ResidentBatches:
-        # Keras makes an iterator for each epoch, except where one goes on reading through several.
+        # Keras makes an iterator for each epoch, except where one continues through several.
         if self._batches is None or self._batches.iterator is not iterator:
             if self._batches is not None:
                 self._batches.close()

@@ -170,7 +170,7 @@ def _traced_apart(
         structure[:] = [form]
         return [*outputs, *residuals]
 
-    # With calls inlined: `select` weighs single operations, also those inside of a layer's `jit`.
+    # With calls inlined: `select` weighs single operations, also those inside a layer's `jit`.
     closed = opened(jax.make_jaxpr(forward)(*forms), forms)
     residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 

@@ -103,7 +103,7 @@ def _group_size(entry: object, index: int) -> int:
                 f"supported. Stage {index} is {entry!r}. Write its members in one flat list."
             )
         size = len(entry)
-    # A number is a size; anything else that is no list (a name, a function) is one stage.
+    # A number is a size; anything else that is not a list (a name, a function) is one stage.
     elif isinstance(entry, int) and not isinstance(entry, bool):
         size = entry
     else:

@@ -173,7 +173,7 @@ class Fit:
         while not progress.reached(duration) and (
             not self.stopping or (self.asked is None and progress.steps > progress.epoch_start)
         ):
-            # Not where a fit was resumed in the middle of a pass: it goes on there.
+            # Not where a fit was resumed in the middle of a pass: it continues there.
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)

@@ -109,7 +109,7 @@ class Journal:
         """
         self.records.runs.begin()
         # `begin` clears the flag: a second `open` without one belongs to the same fit, whose
-        # records go on.
+        # records continue.
         goes_on, self._is_open = self._is_open, True
         try:
             with (
