@@ -104,7 +104,9 @@ def print_tensor(
     return mark(x, tag)
 
 
-def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
+def _printed(
+    x: jax.Array, title: str, show: Callable[[Any, str], None], print_gradient: bool
+) -> Any:
     """`x`, printed by a JAX callback whenever it is computed; its gradient too."""
     # Outside of our programs nothing resolves a mark: JAX's own callback prints.
     jax.debug.callback(lambda value: show(value, title), x)
@@ -112,10 +114,10 @@ def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradien
         return x
 
     @jax.custom_vjp
-    def same(value: Any) -> Any:
+    def same(value: jax.Array) -> Any:
         return value
 
-    def backward(_: None, gradient: Any) -> tuple[Any]:
+    def backward(_: None, gradient: jax.Array) -> tuple[Any]:
         jax.debug.callback(lambda value: show(value, f"{title}_gradient"), gradient)
         return (gradient,)
 

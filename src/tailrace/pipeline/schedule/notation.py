@@ -165,7 +165,7 @@ def _fields(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     """Lists as tuples, one level down too: JSON has no tuples, and a plan must be hashable."""
     if not is_group(value):
         return value
