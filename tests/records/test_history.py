@@ -123,7 +123,7 @@ def test_weighted_losses():
 # -- callbacks ----------------------------------------------------------------------------------
 
 
-def test_steps_are_told_only_to_those_who_ask():
+def test_steps_are_passed_only_to_functions_that_take_them():
     calls = []
 
     class Steps(tr.Callback):
