@@ -62,15 +62,7 @@ def print_tensor(
         x: (0.000, 1.000, 2.000)
         >>> sys.stderr = error
     """
-    if not hasattr(x, "dtype") and not np.isscalar(x):
-        raise ProgramError(
-            f"tr.print_tensor prints an array. Received: {type(x).__name__}. "
-            f"Call it for each array of a tree."
-        )
-    if not isinstance(x, Tracer) and not is_numeric(np.asarray(x).dtype):
-        raise ProgramError(
-            f"tr.print_tensor prints an array of numbers. Received: {np.asarray(x).dtype}."
-        )
+    _check_printable(x)
     options = PrintOptions(
         summarise_threshold=summarise_threshold,
         edge_items=edge_items,
@@ -102,6 +94,18 @@ def print_tensor(
     site = trace.new_site("tr.print_tensor")
     tag = Tag("print", title, payload=show, follow_gradient=print_gradient, site=site)
     return mark(x, tag)
+
+
+def _check_printable(x: object) -> None:
+    if not hasattr(x, "dtype") and not np.isscalar(x):
+        raise ProgramError(
+            f"tr.print_tensor prints an array. Received: {type(x).__name__}. "
+            f"Call it for each array of a tree."
+        )
+    if not isinstance(x, Tracer) and not is_numeric(np.asarray(x).dtype):
+        raise ProgramError(
+            f"tr.print_tensor prints an array of numbers. Received: {np.asarray(x).dtype}."
+        )
 
 
 def _printed(
