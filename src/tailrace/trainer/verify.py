@@ -115,7 +115,7 @@ def verify(
             each microbatch of each replica.
         optimizer: an optax transformation; SGD if it is None.
         model_state: the model state to start from.
-        replicas: how many copies.
+        replicas: the number of replicas.
         seed: the seed of random keys.
 
     Raises:

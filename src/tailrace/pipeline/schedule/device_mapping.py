@@ -228,7 +228,7 @@ def require_one_stage_a_device(placement: Placement) -> None:
             if device in owner:
                 raise PlanError(
                     "The interleaved schedule does not support multiple pipeline stages on the "
-                    "same device for training graphs, because a device does one thing a tick: "
+                    "same device for training graphs, because a device does one thing per tick: "
                     f"stages {owner[device]} and {stage} are both on device {device}. Give each "
                     "stage its own device, or use the grouped or the sequential schedule."
                 )
