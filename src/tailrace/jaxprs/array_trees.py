@@ -6,6 +6,7 @@ come before, and name the function that was called and the leaf.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -61,6 +62,26 @@ Leave it out, or close over it in the function.
             f"{rule} trees of arrays and numbers. Received: {type(leaf).__name__}{where}. Leave it "
             f"out, or close over it in the function."
         )
+
+
+def types_of(rule: str, args: tuple[Any, ...]) -> Hashable:
+    """The structure and types of arguments: the key of what was traced for them.
+
+    Weak types count, as for `jax.jit`: a Python number and an array promote differently.
+
+    Args:
+        rule: the start of the message if one is not an array, such as "A program takes".
+        args: the arguments.
+
+    >>> types_of("A program takes", (1.0,)) == types_of("A program takes", (2.0,))
+    True
+    """
+    leaves, structure = jax.tree.flatten(args)
+    try:
+        return structure, tuple(jax.typeof(leaf) for leaf in leaves)
+    except _REFUSED:
+        check_arrays(rule, args, convertible=False)
+        raise
 
 
 def _is_convertible(leaf: object) -> bool:
