@@ -100,7 +100,7 @@ def plan_memory(
     if fingerprints_of is not None:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(fingerprints_of))
         sentence = (
-            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB per device are kept until "
+            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
             f"the execution has ended."
         )
         decisions = (*decisions, sentence)
