@@ -572,7 +572,7 @@ class Found:
 
 
 def fuzz(inputs: int, number: int, folder: Path, only: str | None = None) -> Found:
-    """Try so many inputs, spread over all targets.
+    """Try a number of inputs, spread over all targets.
 
     Args:
         inputs: how many, in all.

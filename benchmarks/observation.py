@@ -35,7 +35,7 @@ PER_EXECUTION = 1000
 """Steps of one dispatch, for all that loop on the device; fewer if a run has fewer."""
 BASELINE = "tailrace, no taps"
 FEWER = 10
-"""Slow contenders run so many times fewer steps."""
+"""Slow contenders run fewer steps, by this factor."""
 SHORTER: dict[str, int] = {}
 """Which ones do."""
 

@@ -46,7 +46,7 @@ class Crew:
         ]
 
     def run(self, schedule: str, steps: int) -> None:
-        """Train so many steps by "GPipe" or "1F1B"; returns when both processes are done."""
+        """Train a number of steps by "GPipe" or "1F1B"; returns when both processes are done."""
         for worker in self._workers:
             worker.tell(f"{schedule} {steps}")
         for worker in self._workers:

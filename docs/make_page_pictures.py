@@ -78,11 +78,11 @@ def photograph(directory: Path) -> None:
 
     from tailrace.page.server.serve import serve
 
-    told: list[str] = []
+    addresses: list[str] = []
     ready, stop = threading.Event(), threading.Event()
 
     def announce(text: str) -> None:
-        told.append(text.split()[2])
+        addresses.append(text.split()[2])
         ready.set()
 
     server = threading.Thread(
@@ -97,7 +97,7 @@ def photograph(directory: Path) -> None:
             page = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
-            page.goto(f"{told[0]}#{view}")
+            page.goto(f"{addresses[0]}#{view}")
             page.wait_for_selector('main[aria-busy="false"]')
             page.wait_for_timeout(2000)
             page.screenshot(path=IMAGES / f"{name}.png")

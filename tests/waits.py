@@ -15,7 +15,7 @@ def wait_until(condition, what):
 
 
 class Clock:
-    """A clock that stands still until a test moves it on; in the place of a module's `time`.
+    """A clock that stops until a test advances it; in place of a module's `time`.
 
     Its `sleep` sleeps, so that a loop that looks at the clock leaves the processor to others.
     """

@@ -43,7 +43,7 @@ def train(batch_size):
 
 
 def exponents(gradient):
-    """log2 of the sizes; what is zero stands two to the left of everything else."""
+    """log2 of the sizes; zeros are two to the left of everything else."""
     gradient = gradient.abs()
     idx = gradient != 0
     gradient[idx] = torch.log2(gradient[idx])

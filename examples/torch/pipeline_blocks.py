@@ -19,7 +19,9 @@ class Convolutional(nn.Module):
         )
         self.classifier = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(400, 10))
         self.loss = nn.CrossEntropyLoss()
-        tt.BeginBlock(self.classifier, "classifier", device=1)  # what stands before is on device 0
+        tt.BeginBlock(
+            self.classifier, "classifier", device=1
+        )  # everything before it is on device 0
 
     def forward(self, images, labels):
         out = self.classifier(self.features(images))

@@ -32,7 +32,7 @@ def with_half(x):
 
 
 def use(devices):
-    """Configure so many devices."""
+    """Configure this many devices."""
     cfg = config.IPUConfig()
     cfg.auto_select_ipus = devices
     cfg.configure_ipu_system()

@@ -24,7 +24,7 @@ class Keeping(optimizers.Optimizer):
 
 
 def scales(opt, slope, passes):
-    """The scale in each of so many passes over a loss with this gradient."""
+    """The scale in each pass over a loss with this gradient."""
     w, out = Variable(np.float16(1)), IPUOutfeedQueue()
 
     def body():

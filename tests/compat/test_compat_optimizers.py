@@ -151,7 +151,7 @@ def test_a_training_loop_equals_the_native_one_to_the_last_bit():
 
 
 def train(optimizer, passes, queue=None, w=None):
-    """Minimise w * x over so many elements 0, 1, 2, ...; returns w."""
+    """Minimise w * x over the elements 0, 1, 2, ...; returns w."""
     w = Variable(10.0, name="w") if w is None else w
     queue = queue or infeed(100)
     run(lambda: loops.repeat(passes, lambda x: optimizer.minimize(w * x), [], queue))

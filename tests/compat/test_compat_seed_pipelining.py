@@ -143,7 +143,7 @@ def create_pipeline_sequential_model_interleaved():
 
 
 def plain(model, digits, microbatches):
-    """Plain Keras on batches of so many of the seed's: the sum of their gradients."""
+    """Plain Keras on batches that join several of the seed's: the sum of their gradients."""
     images, labels = digits
     images = (images / 255.0).astype(np.float32)[..., None]
     size = BATCH_SIZE * microbatches

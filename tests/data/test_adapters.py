@@ -52,7 +52,7 @@ def test_an_iterable_without_length():
     assert values(data) == values(data) == [0, 1, 2]
 
 
-def test_an_iterable_whose_length_cannot_be_told():
+def test_an_iterable_of_unknown_length():
     class Stream:
         def __iter__(self):
             return rows()
@@ -63,7 +63,7 @@ def test_an_iterable_whose_length_cannot_be_told():
     assert as_dataset(Stream()).length is None
 
 
-def test_a_generator_goes_on_where_it_stands():
+def test_a_generator_continues_from_its_position():
     data = as_dataset(rows(5))
     assert (data.length, data.restartable, data.name) == (None, False, "generator rows")
     assert values(itertools.islice(data, 2)) == [0, 1]

@@ -171,7 +171,7 @@ def test_a_script_that_ends_well(tmp_path, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["I am 0 a -b", "[1] I am 1 a -b"]
 
 
-def test_a_signal_is_told_by_its_name(tmp_path, capfd):
+def test_a_signal_is_reported_by_its_name(tmp_path, capfd):
     script = tmp_path / "killed.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert launch([str(script)], 1) == 137

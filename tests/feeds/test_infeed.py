@@ -107,7 +107,7 @@ class Interleaving(RuleBasedStateMachine):
         assert self.queue.spec().leaves[0].dtype == np.int32
 
     @invariant()
-    def position_is_told(self):
+    def position_is_known(self):
         if hasattr(self, "queue"):
             assert self.queue.position == self.next
 
@@ -213,7 +213,7 @@ def settle(queue):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-def test_so_many_blocks_are_read_ahead(prefetch):
+def test_prefetch_is_the_number_of_blocks_read_ahead(prefetch):
     source = Counted(100)
     with tr.InfeedQueue(source, prefetch) as queue:
         for number in range(4):

@@ -30,7 +30,7 @@ class Blocking:
             if number == self.at:
                 self.clock.now += 3600
                 self.reached.set()
-                assert self.gate.wait(LIMIT_S), "somebody waits for the dataset"
+                assert self.gate.wait(LIMIT_S), "something waits for the dataset"
             yield np.full(2, number, np.float32)
 
 

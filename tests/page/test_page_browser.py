@@ -82,7 +82,7 @@ def go(page, view):
 
 
 def wait_for_colours(page, selector, least):
-    """Wait until a canvas has so many colours."""
+    """Wait until a canvas has this many colours."""
     page.wait_for_function(
         """([selector, least]) => {
              const canvas = document.querySelector(selector);
@@ -182,7 +182,7 @@ def test_the_catalogue_is_searched_and_a_tensor_is_shown(made, served, look):
     ).to_be_visible()
 
 
-def test_whoever_types_fast_loses_no_letter(made, served, look):
+def test_fast_typing_loses_no_letter(made, served, look):
     page = look(served(made.directory).address, "tensors")
     expect(page.locator(".list button")).to_have_count(len(NAMES))
     slash = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true}))"

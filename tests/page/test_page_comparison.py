@@ -90,7 +90,7 @@ def test_a_name_of_a_scope_is_text(tmp_path):
     assert "\x1b" not in str(compare(tmp_path / "a", tmp_path / "b"))
 
 
-def test_what_is_no_run(tmp_path, capsys):
+def test_a_path_without_a_run(tmp_path, capsys):
     (tmp_path / "x").write_text("{}")
     assert main(["compare", str(tmp_path / "x"), str(tmp_path / "x")]) == 2
     assert "A profile is what trainer.profile" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_dead_units(tmp_path):
     assert "'grad/layer1/b' (25 %)" in bias.text
 
 
-def test_masks_and_random_numbers_are_no_dead_units(tmp_path):
+def test_masks_and_random_numbers_are_not_dead_units(tmp_path):
     silent = ["activation/a:relu", "activation/a"]
     usual = ["activation/drop:broadcast_in_dim", "activation/drop:bernoulli/uniform/max.1"]
     names = (*usual, *silent, *NAMES)
@@ -123,7 +123,7 @@ def test_masks_and_random_numbers_are_no_dead_units(tmp_path):
     assert one.tensor == "activation/a"
 
 
-def test_zeros_in_the_gradient_of_a_matrix_are_no_dead_units(tmp_path):
+def test_zeros_in_the_gradient_of_a_matrix_are_not_dead_units(tmp_path):
     """Rows of an embedding that a batch does not use are zero, as they should be."""
 
     def change(stats):
@@ -245,7 +245,7 @@ def test_the_report_of_a_guard_is_the_first_finding(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[", "{}", "[1]", '[{"text": 5}]', "null", '"x"'])
-def test_reports_that_are_none_are_left_out(made, text):
+def test_damaged_reports_are_left_out(made, text):
     (made.directory / "nonfinite.json").write_text(text)
     assert FollowedRun(made.directory).readable().nonfinite_reports == []
 

@@ -383,7 +383,7 @@ def test_a_run_that_is_described_anew_is_there_all_the_time(made, monkeypatch):
 # -- the command --------------------------------------------------------------------------------
 
 
-def test_a_folder_of_runs_stands_for_them(tmp_path):
+def test_a_folder_is_all_its_runs(tmp_path):
     for name in ("b", "a"):
         MadeRun(tmp_path / name, NAMES)
     (tmp_path / "other").mkdir()

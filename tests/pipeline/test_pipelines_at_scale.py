@@ -145,8 +145,8 @@ def test_every_option_with_every_other_in_a_pipeline(as_if_moved, chosen):
     assert any(assembly.stash_layout.hosted) == (ACTIVATIONS in chosen)
 
 
-def test_the_state_of_a_pipeline_is_updated_where_it_lies(as_if_moved):
-    """Or it would be copied, which for what lies in the host's memory takes longer than moving it."""
+def test_the_state_of_a_pipeline_is_updated_in_place(as_if_moved):
+    """A copy of what is in host memory would take longer than moving it."""
     rng = np.random.default_rng(0)
     width = 72  # large enough for a buffer of its own, and found by its shape
     params = [rng.normal(size=(width, width)).astype(np.float32) / 9 for _ in range(2)]

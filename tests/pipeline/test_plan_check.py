@@ -77,7 +77,7 @@ def test_microbatches_out_of_order():
         ticks[0][0], ticks[1][1] = (0, "F", 0, 1), (0, "F", 0, 0)
 
     text = broken(plan(2, 4), swap)
-    assert "microbatch 0 has not been there: a stage takes microbatches in order" in text
+    assert "microbatch 0 has not run yet: a stage takes microbatches in order" in text
 
 
 def test_a_slot_overwritten_early():

@@ -118,7 +118,7 @@ def test_unequal_stages_share_the_largest_buffers():
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_what_replicas_have_of_their_own_lies_apart(each):
+def test_values_that_differ_per_replica_have_separate_buffers(each):
     forms = {
         "a": Form((3,), jnp.dtype("float32"), each=each),
         "b": Form((3,), jnp.dtype("float32")),

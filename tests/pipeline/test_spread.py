@@ -165,7 +165,7 @@ def test_homes_are_where_a_value_is_needed():
     jaxpr = jax.make_jaxpr(update)(*[form] * 5).jaxpr
     w, v, m, n, both = jaxpr.invars
     held = {w: frozenset([0]), v: frozenset([1])}
-    assert guess_homes(jaxpr.eqns, held, [m, n, both], 1) == {
+    assert guess_homes(jaxpr.eqns, held, [m, n, both]) == {
         m: frozenset([0]),
         n: frozenset([1]),
     }

@@ -44,7 +44,7 @@ def numbers(values):
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_what_was_put_is_taken(monkeypatch, depth):
-    monkeypatch.setattr(stash_layout, "_SMALL", 64)
+    monkeypatch.setattr(stash_layout, "SMALL", 64)
     names = [Variable(jax.typeof(value)) for value in values_like(0)]
     layout = StashLayout([{WHOSE: names}], {WHOSE: depth})
     buffers = layout.zeros()

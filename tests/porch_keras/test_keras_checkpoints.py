@@ -172,10 +172,10 @@ def test_killed_and_started_again(tmp_path, case):
         model.fit(**given, callbacks=[heard, *extra], verbose=0, checkpoint=checkpoint)
         return model, heard
 
-    expected, told = script(None, [])
+    expected, plain_calls = script(None, [])
     found, heard = in_pieces(tmp_path / "kept", script, (2, 5))
     same(found, expected)
-    assert heard.heard == told.heard
+    assert heard.heard == plain_calls.heard
 
 
 def test_several_fits_in_one_script(tmp_path):
@@ -244,13 +244,13 @@ def test_backup_and_restore_is_exact(tmp_path, freq):
         model.fit(**arrays(epochs=3), callbacks=callbacks, verbose=0)
         return model, heard
 
-    expected, told = script([], backup=False)
+    expected, plain_calls = script([], backup=False)
     with pytest.raises(Killed):
         script([Kill(8)])
     assert directory.exists()
     found, heard = script([])
     same(found, expected)
-    assert heard.heard == told.heard
+    assert heard.heard == plain_calls.heard
     first = 6 if freq == "epoch" else 2  # executions of two batches in an epoch of twelve
     assert len(heard.heard) > first
     assert not directory.exists(), "as Keras does: nothing is left once the fit has ended"

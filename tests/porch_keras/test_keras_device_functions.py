@@ -171,7 +171,7 @@ def test_state_is_found_wherever_the_function_has_it_from(given):
     assert_close(float(loop.mean.result()), history[0])
 
 
-def test_state_that_it_cannot_find_is_told():
+def test_state_that_it_cannot_find_is_named():
     class Hidden:
         __slots__ = ("mean", "model")
 

@@ -55,10 +55,10 @@ def fitted(monkeypatch, quiet, *, callbacks=(), **made):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nothing_leaves_step_by_step_that_nobody_hears(monkeypatch, replicas):
     weights, history, quiet = fitted(monkeypatch, True, replicas=replicas, execution=2)
-    expected, told, loud = fitted(monkeypatch, False, replicas=replicas, execution=2)
+    expected, expected_logs, loud = fitted(monkeypatch, False, replicas=replicas, execution=2)
     assert quiet
     assert not loud
-    assert history == told
+    assert history == expected_logs
     assert_bits_equal(weights, expected)
 
 
@@ -69,8 +69,8 @@ def test_the_logs_of_an_execution_are_those_after_its_last_step(monkeypatch):
     assert quiet
     assert not loud
     assert [batch for batch, _ in heard[0].logs] == [3, 7, 11] * 2
-    for (_, found), (_, told) in zip(heard[0].logs, heard[1].logs, strict=True):
-        assert_bits_equal(found, told)
+    for (_, found), (_, expected_logs) in zip(heard[0].logs, heard[1].logs, strict=True):
+        assert_bits_equal(found, expected_logs)
     assert_bits_equal(weights, expected)
 
 

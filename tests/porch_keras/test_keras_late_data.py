@@ -29,7 +29,7 @@ class Gate:
     def batch(self, number):
         if number == self.at:
             self.clock.now += 3600
-            assert self.opened.wait(LIMIT_S), "somebody waits for the data"
+            assert self.opened.wait(LIMIT_S), "something waits for the data"
         return X, Y
 
     def generator(self, count=8):

@@ -151,7 +151,7 @@ def test_rows_are_those_that_keras_would_take(shuffle):
     assert_bits_equal(found, seen)
 
 
-def test_what_stands_for_elements_on_the_host():
+def test_the_host_has_indices_in_place_of_elements():
     x, y = digits_like(32)
     rows = resident_arrays.Rows((x, y, None), 2, True)
     found = resident_batches.ResidentBatches(iter(()), as_element, {}, rows)

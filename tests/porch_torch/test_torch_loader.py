@@ -161,7 +161,7 @@ def test_a_dataset_that_blocks_is_noted(monkeypatch, caplog):
     class Slow(IterableDataset):
         def __iter__(self):
             for number in range(4):
-                assert number != 2 or opened.wait(LIMIT_S), "somebody waits for it"
+                assert number != 2 or opened.wait(LIMIT_S), "something waits for it"
                 yield torch.full((1,), float(number))
 
     def ten_seconds_later(*args, **kwargs):

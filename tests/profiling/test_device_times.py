@@ -29,7 +29,7 @@ def clock(monkeypatch):
 
 
 class Ready:
-    """An execution that ends when it is told to."""
+    """An execution that ends when the test says so."""
 
     def __init__(self, times):
         self._times, self._over = times, threading.Event()

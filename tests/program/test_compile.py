@@ -65,7 +65,7 @@ def test_pieces_that_do_not_divide_the_loop(small_budget):
     assert infeed.position == 23
 
 
-def test_what_stands_around_a_loop_in_pieces(small_budget):
+def test_code_around_a_loop_that_runs_in_pieces(small_budget):
     def function(infeed, outfeed):
         def whole(v, scale):
             before = jnp.sin(v) * scale

@@ -17,7 +17,7 @@ from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
 from tailrace.records import columns
 from tailrace.records.columns import ValueFile
 from tailrace.records.history import History, split_emission
-from tailrace.trainer.callbacks.callback import Execution, tell
+from tailrace.trainer.callbacks.callback import Execution, notify
 from tailrace.trainer.fitting.progress_bar import ProgressBar
 
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 3, 2)  # [steps, microbatches, replicas]
@@ -123,7 +123,7 @@ def test_weighted_losses():
 # -- callbacks ----------------------------------------------------------------------------------
 
 
-def test_steps_are_told_only_to_those_who_ask():
+def test_steps_are_passed_only_to_functions_that_take_them():
     calls = []
 
     class Steps(tr.Callback):
@@ -134,7 +134,7 @@ def test_steps_are_told_only_to_those_who_ask():
             calls.append("execution")
 
     execution = Execution(4, 2, {"loss": np.float32([0.5, 0.25])})
-    tell([Steps(), tr.Callback()], "trainer", execution)
+    notify([Steps(), tr.Callback()], "trainer", execution)
     assert calls == [("trainer", 4, {"loss": 0.5}), ("trainer", 5, {"loss": 0.25}), "execution"]
 
 

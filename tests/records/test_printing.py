@@ -1,4 +1,4 @@
-"""Arrays as text: every example that the reference quotes, and what lies between them."""
+"""Arrays as text: every example that the reference quotes, and cases between them."""
 
 import ml_dtypes
 import numpy as np

@@ -135,7 +135,7 @@ def test_errors(run, tmp_path, monkeypatch):
         run.histogram("grad/*", slice(500, None))
     with pytest.raises(tr.errors.OptionError, match="field is one of 'mean', 'std'.*'size'"):
         run.heatmap(field="size")
-    with pytest.raises(tr.errors.OptionError, match="The ending of a picture .* Received: 'a.xyz'"):
+    with pytest.raises(tr.errors.OptionError, match="The suffix of a picture .* Received: 'a.xyz'"):
         run.histogram().save("a.xyz")
     with pytest.raises(
         tr.errors.RunError, match="The picture .* cannot be written: .* Make the folder"

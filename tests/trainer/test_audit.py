@@ -223,7 +223,7 @@ def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
     (tmp_path / "kept").rename(tmp_path / "moved")
     command = ["bisect", str(folder / "run"), str(tmp_path / "run"), *targets]
     assert main(command) == 2
-    assert "is no directory here. Give --second-checkpoint DIR" in capsys.readouterr().err
+    assert "is not a directory here. Give --second-checkpoint DIR" in capsys.readouterr().err
     assert main([*command, "--second-checkpoint", str(tmp_path / "moved")]) == 1
     assert "the first tensor that differs: 'input/0' in step 9" in capsys.readouterr().out
 

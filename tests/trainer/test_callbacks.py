@@ -92,7 +92,7 @@ def test_epochs_are_numbered_over_all_fits():
 # -- validation ---------------------------------------------------------------------------------
 
 
-def test_validation_after_so_many_steps():
+def test_validation_every_few_steps():
     """Executions of four steps are cut where a validation is due."""
     trainer = trainer_of()
     history = trainer.fit(ELEMENTS, validation_data=HELD_OUT, validation_every=5)

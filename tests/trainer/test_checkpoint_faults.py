@@ -194,7 +194,7 @@ def blocking(monkeypatch):
             if number == 3:
                 clock.now += 3600
                 elements.reached()
-                assert free.wait(LIMIT_S), "somebody waits for the dataset"
+                assert free.wait(LIMIT_S), "something waits for the dataset"
             yield element
 
     elements.reached = lambda: None

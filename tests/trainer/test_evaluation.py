@@ -344,7 +344,7 @@ def test_training_is_a_bool_of_the_step():
     assert tr.training() is False
 
 
-def test_a_loss_that_draws_keys_is_told_of_once(caplog):
+def test_a_loss_that_draws_keys_is_noted_once(caplog):
     def noisy(params, x, y):
         return dropped(params, x * jax.random.uniform(tr.key(), x.shape), y)
 
@@ -402,7 +402,7 @@ def test_sentences():
     ):
         with pytest.raises(tr.TailraceError, match="repeats without end"):
             use()
-    # A stream may go on for as long as somebody reads it.
+    # A stream may continue for as long as it is read.
     stream = trainer.predict(endless, outputs, live=True)
     assert next(stream)["y"].shape == (4,)
     stream.close()

@@ -39,7 +39,7 @@ def trainer_of(folder, **options):
 
 
 class Calls(tr.Callback):
-    """Keeps what it is told, in checkpoints too; stops a fit at some step."""
+    """Keeps what it is called with, in checkpoints too; stops a fit at some step."""
 
     def __init__(self, stop_at=None):
         self.seen, self.stop_at = [], stop_at

@@ -193,10 +193,10 @@ def test_elements_without_rows(tmp_path):
 
 def test_on_spike_stops_where_the_loss_jumps(spiked):
     _, data, _, step, _ = spiked
-    watch, told = tr.on_spike("stop"), []
+    watch, called = tr.on_spike("stop"), []
     trainer = trainer_of()
-    trainer.fit(data, epochs=1, callbacks=[watch, tr.on_spike(lambda t, s: told.append(s.step))])
-    assert [spike.step for spike in watch.spikes] == told == [step]
+    trainer.fit(data, epochs=1, callbacks=[watch, tr.on_spike(lambda t, s: called.append(s.step))])
+    assert [spike.step for spike in watch.spikes] == called == [step]
     assert trainer.step == step // 10 * 10 + 10
     again = tr.on_spike()
     again.set_state(watch.get_state())

@@ -45,7 +45,7 @@ def test_fast_steps_make_long_executions():
     )
 
 
-def test_an_executable_has_room_for_so_many_steps():
+def test_the_capacity_of_an_executable():
     pace = Pace(None, bytes_per_step=100)
     run(pace, 1_000_000, FAST)
     assert pace.chosen == pace.most == LONGEST

@@ -33,8 +33,8 @@ def watch(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "watch",
         help="show a run while it grows",
-        description="Show a run again and again while it grows. Ends with the run, when the process "
-        "that writes it is gone, or by Ctrl-C.",
+        description="Show a run repeatedly while it grows. Ends with the run, when the process that "
+        "writes it is gone, or on Ctrl-C.",
     )
     add_run(parser)
     parser.set_defaults(run=_run_watch)
@@ -98,7 +98,7 @@ def view(subparsers: Subparsers) -> None:
         "view",
         help="show runs in the browser, also while they grow",
         description="Serve a page about runs at an address of this machine, which is printed and "
-        "holds a token. Ends by Ctrl-C.",
+        "holds a token. Press Ctrl-C to stop it.",
     )
     parser.add_argument(
         "directories", metavar="RUN_DIR", nargs="+", help="a run directory, or a folder of them"

@@ -156,7 +156,7 @@ def _checkpoints_of(run: Run, given: str | None, option: str) -> str:
     if given is None and not os.path.isdir(str(named)):
         raise OptionError(
             f"The checkpoints of the run {str(run.directory)!r} were written to {str(named)!r}, and "
-            f"that is no directory here. Give {option} DIR."
+            f"that is not a directory here. Give {option} DIR."
         )
     return str(named) if given is None else given
 

@@ -46,8 +46,8 @@ def heatmap(subparsers: Subparsers) -> None:
     """`tailrace heatmap RUN`: tensors over steps."""
     parser = subparsers.add_parser(
         "heatmap",
-        help="draw tensors over steps: one row a tensor, one column a step",
-        description="Draw one number a tensor and step: the norm, a statistic, or the mean "
+        help="draw tensors over steps: a row per tensor, a column per step",
+        description="Draw one number per tensor and step: the norm, a statistic, or the mean "
         "magnitude of a histogram.",
     )
     _add_run(parser)
@@ -107,7 +107,10 @@ def diff(subparsers: Subparsers) -> None:
         description="Compare two runs where both have records. The exit code is 1 if they differ.",
     )
     add_two_runs(parser)
-    for name, what in (("--rtol", "of the largest value of a tensor"), ("--atol", "in itself")):
+    for name, what in (
+        ("--rtol", "relative to the largest value of a tensor"),
+        ("--atol", "absolute"),
+    ):
         parser.add_argument(
             name, type=float, default=0.0, help=f"a difference that does not count, {what} (0)"
         )
@@ -119,7 +122,7 @@ def _run_diff(arguments: argparse.Namespace) -> int:
 
     found = compare(arguments.first, arguments.second, rtol=arguments.rtol, atol=arguments.atol)
     print(found)
-    return 1 if found else 0  # as `diff` of Unix
+    return 1 if found else 0  # like Unix `diff`
 
 
 # -- what they share ----------------------------------------------------------------------------

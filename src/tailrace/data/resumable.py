@@ -73,7 +73,7 @@ def can_go_back(source: object) -> bool:
 
 
 def own_copy(state: Any) -> Any:
-    """A state that stays as it is, where an iterator goes on changing the one that it returned.
+    """A state that stays as it is, even if the iterator changes the one that it returned.
 
     >>> state = {"row": [1]}
     >>> kept = own_copy(state)

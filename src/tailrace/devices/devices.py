@@ -128,7 +128,7 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
     """The devices as a grid of replicas and stages; stages of one replica are neighbours."""
     found = available()
     # Stages of one replica are neighbours in the list: they exchange values in every tick, replicas
-    # only once a step.
+    # only once per step.
     needed = replicas * stages
     if needed > len(found):
         if stages > len(found):

@@ -149,7 +149,7 @@ class Reader:
         """How many of the next `count` elements exist; they are not consumed.
 
         Args:
-            count: how many to look for.
+            count: the number of elements to look for.
             needed: whether fewer than `count` are an error.
         """
         try:

@@ -15,10 +15,10 @@ def skip(count: int, take: Callable[[int], object], what: str, at_once: int = 1)
     """Take `count` items that were used before, and drop them.
 
     Args:
-        count: how many.
+        count: the number of elements.
         take: takes that many; it raises if there are fewer.
         what: the items, for the log.
-        at_once: how many to take in one call.
+        at_once: the number of elements per call.
     """
     shown = time.monotonic()
     for start in range(0, count, at_once):

@@ -6,6 +6,7 @@ come before, and name the function that was called and the leaf.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from tailrace.errors import ProgramError, TailraceError
 
 _REFUSED = (TypeError, ValueError, OverflowError)
-"""What JAX raises for a value that is no array."""
+"""What JAX raises for a value that is not an array."""
 
 
 def not_an_array(
@@ -24,7 +25,7 @@ def not_an_array(
 
     Args:
         tree: any tree.
-        convertible: whether a leaf that JAX converts to an array, such as a variable of Keras, is one.
+        convertible: whether a leaf that JAX converts to an array, such as a Keras variable, is one.
 
     >>> not_an_array({"x": 1.0, "y": (2, "a")})
     ((DictKey(key='y'), SequenceKey(idx=1)), 'a')
@@ -63,8 +64,28 @@ Leave it out, or close over it in the function.
         )
 
 
+def types_of(rule: str, args: tuple[Any, ...]) -> Hashable:
+    """The structure and types of arguments: the key of what was traced for them.
+
+    Weak types count, as for `jax.jit`: a Python number and an array promote differently.
+
+    Args:
+        rule: the start of the message if one is not an array, such as "A program takes".
+        args: the arguments.
+
+    >>> types_of("A program takes", (1.0,)) == types_of("A program takes", (2.0,))
+    True
+    """
+    leaves, structure = jax.tree.flatten(args)
+    try:
+        return structure, tuple(jax.typeof(leaf) for leaf in leaves)
+    except _REFUSED:
+        check_arrays(rule, args, convertible=False)
+        raise
+
+
 def _is_convertible(leaf: object) -> bool:
-    # By its methods: `jnp.asarray` takes strings for names of dtypes first. An array of NumPy that JAX
+    # By its methods: `jnp.asarray` takes a string for the name of a dtype first. A NumPy array that JAX
     # has refused has a dtype that it does not know.
     own = isinstance(leaf, np.ndarray | np.generic)
     return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "__array__") and not own)

@@ -104,7 +104,7 @@ class Adopted(Setters, Assigning, LookingBack):
             *args: as in Keras.
             observe: taps (`tr.Tap`), or selections to compute statistics of; their records are in
                 `model.records` after a fit.
-            run_dir: a new directory that keeps history and records while training goes on.
+            run_dir: a new directory that keeps history and records during training.
             fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
                 in the run directory: `tk.of(model).replay` proves by them what a past step was.
             **kwargs: as in Keras.
@@ -183,18 +183,10 @@ class Adopted(Setters, Assigning, LookingBack):
         """
         model, plain = self.model, PLAIN["fit"]
         patience = Patience(timeout_s)  # refused here, before anything is read
-        if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
-            if checkpoint is not None and model.compiled:
-                raise OptionError(
-                    f"checkpoint= keeps the state of a program on the device. Received: a model with "
-                    f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
-                    f"keras.callbacks.BackupAndRestore."
-                )
-            if timeout_s is not None and model.compiled:
-                raise OptionError(
-                    f"timeout_s= limits the waits of a program on the device. Received: a model with "
-                    f"{self._reason('train')}, which Keras' own loop runs. Leave one of them out."
-                )
+        if not model.compiled:  # Keras reports it
+            return plain(model, *args, **kwargs)
+        if self._keras_runs("train"):
+            self._refuse_in_keras_loop(checkpoint, timeout_s)
             return plain(model, *args, **kwargs)
         # Keras' own signature, whatever version: arguments are read and changed by name.
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
@@ -215,11 +207,25 @@ class Adopted(Setters, Assigning, LookingBack):
                 try:
                     return fit_kept(self, keeping, pacing, call)
                 except BaseException:
-                    # As in Keras, the next fit with this callback goes on where this one was: in a
+                    # As in Keras, the next fit with this callback continues where this one was: in a
                     # notebook, it is the same cell run again.
                     if keeping.backup is not None:
                         self.kept_fits = number
                     raise
+
+    def _refuse_in_keras_loop(self, checkpoint: object, timeout_s: float | None) -> None:
+        """Refuse the options of `fit` that Keras' own loop does not have."""
+        if checkpoint is not None:
+            raise OptionError(
+                f"checkpoint= keeps the state of a program on the device. Received: a model with "
+                f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
+                f"keras.callbacks.BackupAndRestore."
+            )
+        if timeout_s is not None:
+            raise OptionError(
+                f"timeout_s= limits the waits of a program on the device. Received: a model with "
+                f"{self._reason('train')}, which Keras' own loop runs. Leave one of them out."
+            )
 
     def _fit_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -448,7 +454,7 @@ class Adopted(Setters, Assigning, LookingBack):
     ) -> Iterator[None]:
         """A context around Keras' trainer, which counts batches over all replicas."""
         model, running = self.model, self._running
-        # Evaluation inside of a fit, or a callback that calls `fit` of the same model, may nest.
+        # Evaluation inside a fit, or a callback that calls `fit` of the same model, may nest.
         before, running[mode] = running.get(mode), pacing
         # Keras' loop counts the batches of all replicas; what the user has set comes back
         # afterwards.

@@ -116,7 +116,7 @@ class Outfeed(keras.layers.Layer):
         """The inputs."""
         if self.outfeed_queue is None or not _sends():
             return inputs
-        # The returned value is the one to go on with: a mark whose result is unused vanishes where
+        # Use the returned value from here on: a mark whose result is unused vanishes where
         # the step is differentiated.
         return self.outfeed_queue.enqueue({self.name: inputs})[self.name]
 
@@ -163,7 +163,7 @@ class MaybeOutfeed(keras.layers.Layer):
         queue.maybe_outfeed(self.name, inputs)
         if self.final_outfeed:
             sent = queue.maybe_enqueue()
-            # As in `Outfeed.call`: the sent value is the one to go on with.
+            # As in `Outfeed.call`: use the sent value from here on.
             if sent is not None and self.name in sent:
                 return sent[self.name]
         return inputs

@@ -121,7 +121,7 @@ def slabs(table: StoredTable, start: int, tensors: int | None = None) -> Iterato
             f"much to sum up. Taps with reduce='stats' make a picture of many steps."
         )
     # Whole chunks, from their first row: a chunk is decompressed as a whole, so a slab that ends
-    # inside of one would read it twice.
+    # inside one would read it twice.
     chunk = array.chunks[0]
     length = max(1, SLAB_BYTES // (row_bytes * chunk)) * chunk
     while start < table.stop:

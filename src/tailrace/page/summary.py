@@ -161,7 +161,7 @@ def _compile_time(row: Mapping[str, Any]) -> str:
     return "shared" if row["shared"] else duration(row["seconds"])
 
 
-def _devices(devices: Any) -> str:
+def _devices(devices: object) -> str:
     if not isinstance(devices, list) or not devices:
         return "unknown"
     kinds: dict[str, int] = {}

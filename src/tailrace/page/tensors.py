@@ -33,7 +33,7 @@ class GrowingColumn:
             rows = len(self.values)
             if rows < table.stop:
                 new = dataclasses.replace(table, start=rows).column(name, tensor)
-                # A curve has one number a row: of a tensor's several values, the mean.
+                # A curve has one number per row: of a tensor's several values, the mean.
                 flat = new.astype(np.float64).reshape(len(new), -1)
                 self.values = np.concatenate([self.values, flat.mean(axis=1)])
             return self.values[: table.stop]

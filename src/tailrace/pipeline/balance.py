@@ -162,7 +162,7 @@ def balance(
 
     Raises:
         OptionError: `fn` is not a function, or `stages` is not a whole number of at least 1.
-        PipelineError: the model has fewer operations than stages, or there is something else than
+        PipelineError: the model has fewer operations than stages, or there is something other than
             arrays in `params`, `model_state` or `example`.
 
     Example:
@@ -197,36 +197,52 @@ def balance(
             f"were asked for. Ask for fewer."
         )
     cut, seconds = _cheap_cut(closed, costs, stages), None
-    for _ in range(2 if measure else 0):
-        seconds = _measured(closed, cut, leaves)
-        shares = stage_sums(costs.tolist(), cut)
-        edges = [0, *cut, len(eqns)]
-        for number, took in enumerate(seconds):
-            part = slice(edges[number], edges[number + 1])
-            # Only the sum of a stage is known; within it, the estimates keep their ratios. Twice,
-            # because the corrected cut has stages that were never measured.
-            costs[part] *= took / max(shares[number], 1e-30)
-        cut = _cheap_cut(closed, costs, stages)
     if measure:
+        # Twice, because the corrected cut has stages that were never measured.
+        for _ in range(2):
+            _correct(costs, cut, _measured(closed, cut, leaves))
+            cut = _cheap_cut(closed, costs, stages)
         seconds = _measured(closed, cut, leaves)
-    sums = np.array(seconds if seconds is not None else stage_sums(costs.tolist(), cut))
+    sums = seconds if seconds is not None else stage_sums(costs.tolist(), cut)
+    proposed = _proposed(closed, cut, np.array(sums), measure, closed.jaxpr.invars[:count])
+    return Balance(proposed, cut, fn, len(eqns))
+
+
+def _correct(costs: np.ndarray, cut: tuple[int, ...], seconds: Sequence[float]) -> None:
+    """Scale the estimated costs of operations so that each stage's sum is its measured time."""
+    estimates = stage_sums(costs.tolist(), cut)
+    edges = [0, *cut, len(costs)]
+    for number, took in enumerate(seconds):
+        # Only the sum of a stage is known; within it, the estimates keep their ratios.
+        costs[edges[number] : edges[number + 1]] *= took / max(estimates[number], 1e-30)
+
+
+def _proposed(
+    closed: ClosedJaxpr,
+    cut: tuple[int, ...],
+    sums: np.ndarray,
+    measured: bool,
+    parameters: Sequence[Var],
+) -> tuple[ProposedStage, ...]:
+    """The stages of a cut; `sums` are their costs, or their seconds if they were measured."""
+    eqns = closed.jaxpr.eqns
     proposed = []
     edges = [0, *cut, len(eqns)]
     crossing = crossing_bytes(eqns, closed.jaxpr.outvars)
-    for number in range(stages):
-        part = eqns[edges[number] : edges[number + 1]]
+    for number, (first, last) in enumerate(itertools.pairwise(edges)):
+        part = eqns[first:last]
         used = used_by(part)
-        weights = sum(nbytes(v.aval) for v in closed.jaxpr.invars[:count] if v in used)
+        weights = sum(nbytes(v.aval) for v in parameters if v in used)
         proposed.append(
             ProposedStage(
                 float(sums[number] / sums.sum()),
                 weights,
-                crossing[edges[number + 1]] if number < stages - 1 else 0,
+                crossing[last] if last < len(eqns) else 0,
                 next((found for eqn in part if (found := internals.user_frame(eqn))), ""),
-                None if seconds is None else float(seconds[number]),
+                float(sums[number]) if measured else None,
             )
         )
-    return Balance(tuple(proposed), cut, fn, len(eqns))
+    return tuple(proposed)
 
 
 def cost_of(eqn: JaxprEqn) -> float:
@@ -255,7 +271,7 @@ def _traced(whole: Callable[..., Any], structure: TreeDef, leaves: Sequence[Any]
         return out
 
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
-    # Inside of a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
+    # Inside a trainer's trace, keys and counters belong to it; outside, to a trace of their own.
     if is_tracing():
         return jax.make_jaxpr(flat)(*shapes), form[0]
     with tracing(ProgramTrace()):

@@ -328,7 +328,7 @@ def _misfit(function: Callable[..., Any], args: Sequence[Any]) -> TypeError | No
     return None
 
 
-def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:
+def _with_state(made: Tree, number: int, stage: Stage) -> tuple[Any, Any]:
     if not isinstance(made, tuple) or len(made) != 2:
         raise PipelineError(
             f"With a model state, a stage returns (outputs, new_state). Stage {number} "

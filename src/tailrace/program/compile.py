@@ -16,7 +16,7 @@ from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
-from tailrace.jaxprs.array_trees import check_arrays
+from tailrace.jaxprs.array_trees import types_of
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
@@ -236,13 +236,7 @@ class Program:
     # -- versions for different arguments -------------------------------------------------------
 
     def _version(self, args: tuple[Any, ...]) -> _Version:
-        leaves, structure = jax.tree.flatten(args)
-        try:
-            # By type, weak types included: a Python number and an array promote differently inside.
-            key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
-        except (TypeError, ValueError, OverflowError):
-            check_arrays("A program takes", args, convertible=False)
-            raise
+        key = types_of("A program takes", args)
         if key not in self._versions:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:

@@ -117,7 +117,7 @@ def cross_replica_mean(values: Tree) -> Tree:
     """The mean of `values` (a tree) over all replicas, on each of them.
 
     Raises:
-        ProgramError: it is called outside of a program, or with something that is no array.
+        ProgramError: it is called outside of a program, or with something that is not an array.
 
     Example:
         >>> import tailrace as tr
@@ -131,7 +131,7 @@ def cross_replica_sum(values: Tree) -> Tree:
     """The sum of `values` (a tree) over all replicas, on each of them.
 
     Raises:
-        ProgramError: it is called outside of a program, or with something that is no array.
+        ProgramError: it is called outside of a program, or with something that is not an array.
 
     Example:
         >>> import tailrace as tr

@@ -134,7 +134,7 @@ def while_loop(
         )
     one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
 
-    def go_on(state: Tree) -> jax.Array:
+    def continues(state: Tree) -> jax.Array:
         i, carry = state
         wanted = jnp.asarray(condition(carry))
         if wanted.shape != () or wanted.dtype != jnp.bool_:
@@ -146,7 +146,7 @@ def while_loop(
             return wanted
         return jnp.logical_and(i < maximum_iterations, wanted)
 
-    _, carry = lax.while_loop(go_on, lambda s: (s[0] + 1, one_pass(*s)), (jnp.int32(0), carry))
+    _, carry = lax.while_loop(continues, lambda s: (s[0] + 1, one_pass(*s)), (jnp.int32(0), carry))
     return carry
 
 

@@ -16,7 +16,7 @@ from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
-from tailrace.jaxprs.array_trees import check_arrays
+from tailrace.jaxprs.array_trees import types_of
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.running.device_program import Piece, SegmentProgram
@@ -136,13 +136,7 @@ class Observed:
         return traced, Namer(enter_custom=True).entries(traced.jaxpr)
 
     def _version(self, args: tuple[Any, ...]) -> tuple[Traced, Sight, list[Executable]]:
-        leaves, structure = jax.tree.flatten(args)
-        # By type, weak types included, as `jax.jit` does.
-        try:
-            key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
-        except (TypeError, ValueError, OverflowError):
-            check_arrays("An observed function takes", args, convertible=False)
-            raise
+        key = types_of("An observed function takes", args)
         if key not in self._versions:
             traced, entries = self._trace(args)
             with names_listed_by("tensors(*args) of the observed function"):

@@ -15,7 +15,7 @@ it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,13 @@ from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
 from tailrace.program.in_program import cross_replica_mean
 from tailrace.program.step.accumulation import Accumulation, Reduction
 
+if TYPE_CHECKING:
+    import optax
 
-def cross_replica(optimizer: Any) -> Any:
+
+def cross_replica(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, given the mean of the gradients over all replicas.
 
     Args:
@@ -60,7 +65,7 @@ def cross_replica(optimizer: Any) -> Any:
     return optax.GradientTransformationExtraArgs(optimizer.init, cast(Any, update))
 
 
-def _checked(optimizer: Any) -> Any:
+def _checked(optimizer: object) -> Any:
     if not callable(getattr(optimizer, "init", None)) or not callable(
         getattr(optimizer, "update", None)
     ):
@@ -86,12 +91,12 @@ class AccumulationState(NamedTuple):
 
 
 def gradient_accumulation(
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
     microbatches: int,
     *,
     dtype: DTypeLike = None,
     reduction: Reduction | str = Reduction.MEAN,
-) -> Any:
+) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, run once for every `microbatches` updates, on their accumulated gradient.
 
     For loops written with `tr.repeat`, whose length must be a multiple of `microbatches`. In between,

@@ -73,7 +73,7 @@ class MaybeOutfeedQueue:
         if trace is not self._trace:
             self._forget()
         # Checked here, where the two places are known: a tracer of another function would fail
-        # later, in `enqueue`, with a message of JAX about leaked tracers.
+        # later, in `enqueue`, with a JAX message about leaked tracers.
         if self._collected and level != self._level:
             raise self._elsewhere(f"maybe_outfeed({key!r}, ...)")
         self._trace, self._level = trace, level

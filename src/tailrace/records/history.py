@@ -118,7 +118,7 @@ class History:
         """
         if name not in self._columns:
             if name in self._validations:
-                raise SelectionError(f"{name!r} has one value a validation: history[{name!r}].")
+                raise SelectionError(f"{name!r} has one value per validation: history[{name!r}].")
             # A fit of no steps has a history too: every history has a loss, if only an empty one.
             if name == "loss":
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)

@@ -1,4 +1,4 @@
-"""`tr.print_tensor`: prints a value when the device computes it, and its gradient likewise."""
+"""`tr.print_tensor`: prints a value, and its gradient, when the device computes them."""
 
 from __future__ import annotations
 
@@ -62,15 +62,7 @@ def print_tensor(
         x: (0.000, 1.000, 2.000)
         >>> sys.stderr = error
     """
-    if not hasattr(x, "dtype") and not np.isscalar(x):
-        raise ProgramError(
-            f"tr.print_tensor prints an array. Received: {type(x).__name__}. "
-            f"Call it for each array of a tree."
-        )
-    if not isinstance(x, Tracer) and not is_numeric(np.asarray(x).dtype):
-        raise ProgramError(
-            f"tr.print_tensor prints an array of numbers. Received: {np.asarray(x).dtype}."
-        )
+    _check_printable(x)
     options = PrintOptions(
         summarise_threshold=summarise_threshold,
         edge_items=edge_items,
@@ -104,18 +96,32 @@ def print_tensor(
     return mark(x, tag)
 
 
-def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
-    """`x`, printed by a JAX callback whenever it is computed, and its gradient likewise."""
+def _check_printable(x: object) -> None:
+    if not hasattr(x, "dtype") and not np.isscalar(x):
+        raise ProgramError(
+            f"tr.print_tensor prints an array. Received: {type(x).__name__}. "
+            f"Call it for each array of a tree."
+        )
+    if not isinstance(x, Tracer) and not is_numeric(np.asarray(x).dtype):
+        raise ProgramError(
+            f"tr.print_tensor prints an array of numbers. Received: {np.asarray(x).dtype}."
+        )
+
+
+def _printed(
+    x: jax.Array, title: str, show: Callable[[Any, str], None], print_gradient: bool
+) -> Any:
+    """`x`, printed by a JAX callback whenever it is computed; its gradient too."""
     # Outside of our programs nothing resolves a mark: JAX's own callback prints.
     jax.debug.callback(lambda value: show(value, title), x)
     if not print_gradient or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
 
     @jax.custom_vjp
-    def same(value: Any) -> Any:
+    def same(value: jax.Array) -> Any:
         return value
 
-    def backward(_: None, gradient: Any) -> tuple[Any]:
+    def backward(_: None, gradient: jax.Array) -> tuple[Any]:
         jax.debug.callback(lambda value: show(value, f"{title}_gradient"), gradient)
         return (gradient,)
 

@@ -206,7 +206,7 @@ def _check_start(before: Row | None, row: Row, found: Audit) -> None:
     """A pass begins at element 0, except that a one-shot iterator may continue in a new fit."""
     if before is not None and row.epoch != before.epoch + 1:
         found.findings.append(f"epoch {row.epoch} follows epoch {before.epoch}")
-    # Not in the first pass of a fit: a one-shot iterator goes on where an earlier fit left it.
+    # Not in the first pass of a fit: a one-shot iterator continues where an earlier fit left it.
     if before is not None and row.first:
         found.findings.append(
             f"epoch {row.epoch}: elements 0 to {row.first - 1} were not consumed: {row} begins with "

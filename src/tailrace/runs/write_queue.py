@@ -154,7 +154,7 @@ class WriteQueue:
         self._thread = None
 
     def raise_failure(self) -> None:
-        """Raise the thread's error, once: a loop that goes on is not stopped again at each step."""
+        """Raise the thread's error, once: a loop that continues is not stopped again at each step."""
         if self._failure is not None and not self._raised:
             self._raised = True
             raise self._failure

@@ -224,7 +224,7 @@ class RunWriter:
                 self._let_go()
                 raise
         if self._taken_up is None and not goes_on:
-            # A fit that is taken up goes on: its records so far belong to it.
+            # A resumed fit continues: its records so far belong to it.
             self._tables.begin_fit()
         self._taken_up = None
         with self._compiling:

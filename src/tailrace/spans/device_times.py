@@ -34,7 +34,7 @@ MOST = 100_000
 """The most spans between two executions; of more, the first are the host's."""
 
 LEAVE_S = 1.0
-"""How long the end of a fit waits for the thread, whose executions have all ended by then."""
+"""The longest wait for the thread at the end of a fit, when all executions have ended."""
 
 Interval = tuple[int, int]
 """A start and an end, in nanoseconds of `time.perf_counter_ns`."""
@@ -85,7 +85,7 @@ class DeviceTimes:
         return deque(maxlen=MOST)
 
     def add(self, name: str, start: int, about: object) -> None:
-        """Take in a span that has ended; called by `span`."""
+        """Add a span that has ended; called by `span`."""
         if threading.get_ident() == self._thread:
             self._spans.append((name, start, time.perf_counter_ns()))
 
@@ -124,7 +124,7 @@ class DeviceTimes:
 
 
 def outermost(spans: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """The spans of one thread that are in no other, from those in the order of their ends.
+    """The spans of one thread that are not inside another, given in the order of their ends.
 
     >>> outermost([("wait", 1, 2), ("validation", 0, 3), ("wait", 4, 5)])
     [('validation', 0, 3), ('wait', 4, 5)]

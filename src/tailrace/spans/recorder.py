@@ -173,7 +173,7 @@ class _Watch:
     def stop(self) -> None:
         if self._thread is not None:
             self._tickets.put(None)
-            # It waits for an execution, which may be stuck: not for ever, and it is a daemon.
+            # It waits for an execution, which may be stuck: not forever, and it is a daemon.
             self._thread.join(LEAVE_S)
             self._thread = None
 
@@ -214,13 +214,13 @@ def recorders() -> tuple[Recorder, ...]:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """The open recorders, and what else takes in spans."""
+    """The open recorders, and other listeners to spans."""
     return _listeners
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """While a listener takes in spans."""
+    """While a listener receives spans."""
     global _listeners
     with _lock:
         _listeners = (*_listeners, listener)

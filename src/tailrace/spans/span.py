@@ -84,7 +84,7 @@ def is_traced() -> bool:
     return bool(recorder.recorders())
 
 
-def counter(name: str, value: Any) -> None:
+def counter(name: str, value: float) -> None:
     """Record the value of a counter in every open trace; without one, a no-op.
 
     Args:

@@ -76,23 +76,23 @@ def all_finite(values: Sequence[jax.Array]) -> jax.Array:
     on a CPU as a matrix product, which its libraries do best.
     """
     if devices.platform() == "cpu":
-        nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
+        zero = sum(_zero_or_nan(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all small ones; a large one, concatenated, would be read unaligned
         small = [jnp.ravel(_wide(value)) for value in values if value.size < LARGE]
-        nought = sum(((_wide(value) * 0).sum() for value in values if value.size >= LARGE), 0.0)
-        nought += (jnp.concatenate(small) * 0).sum() if small else 0.0
-    return jnp.isfinite(nought)
+        zero = sum(((_wide(value) * 0).sum() for value in values if value.size >= LARGE), 0.0)
+        zero += (jnp.concatenate(small) * 0).sum() if small else 0.0
+    return jnp.isfinite(zero)
 
 
-def _nought(flat: jax.Array) -> jax.Array:
+def _zero_or_nan(flat: jax.Array) -> jax.Array:
     """Zero if all values are finite, else NaN."""
     even = flat.size - flat.size % FACTORS
     rest = (flat[even:] * 0).sum()
     if not even:
         return rest
     # Behind a barrier, or the compiler would fold the product with known zeros.
-    noughts = lax.optimization_barrier(jnp.zeros(FACTORS, flat.dtype))
-    return (flat[:even].reshape(-1, FACTORS) @ noughts).sum() + rest
+    zeros = lax.optimization_barrier(jnp.zeros(FACTORS, flat.dtype))
+    return (flat[:even].reshape(-1, FACTORS) @ zeros).sum() + rest
 
 
 def _total(value: jax.Array) -> jax.Array:

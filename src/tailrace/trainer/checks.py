@@ -125,7 +125,7 @@ def check_accumulates_once(optimizer: Optimizer, params: Tree) -> None:
     def accumulates(state: Tree) -> bool:
         return isinstance(state, AccumulationState | optax.MultiStepsState)
 
-    # By the type of its state: an accumulating transformation may be anywhere inside of a chain.
+    # By the type of its state: an accumulating transformation may be anywhere inside a chain.
     state = jax.eval_shape(optimizer.init, params)
     parts = jax.tree.leaves(state, is_leaf=accumulates)
     if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
@@ -208,7 +208,7 @@ def check_state(now: Tree, given: Tree) -> Any:
         )
 
     def leaf(path: tuple[Any, ...], old: jax.Array, new: TensorLike) -> TensorLike:
-        dtype = getattr(new, "dtype", old.dtype)  # a number of Python takes the dtype that there is
+        dtype = getattr(new, "dtype", old.dtype)  # a Python number takes the present dtype
         if jnp.shape(new) != old.shape or dtype != old.dtype:
             raise ProgramError(
                 f"The state that is set has the shapes and dtypes of trainer.state: "

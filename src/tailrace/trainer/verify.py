@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 from collections.abc import Sequence
 from typing import Any, overload
@@ -114,7 +115,7 @@ def verify(
             each microbatch of each replica.
         optimizer: an optax transformation; SGD if it is None.
         model_state: the model state to start from.
-        replicas: how many copies.
+        replicas: the number of replicas.
         seed: the seed of random keys.
 
     Raises:
@@ -144,28 +145,30 @@ def verify(
 
     # A pipeline decides itself how an element becomes arguments of its first stage.
     whole.takes_whole_element = True  # type: ignore[attr-defined]
-    found = []
-    for model in (whole, pipeline):
-        plain = model is whole
-        trainer = Trainer(
-            model,
-            optimizer or optax.sgd(0.01),
-            # The plain step has shared weights once, so that their gradients are summed by JAX: the
-            # oracle of the sum that the pipeline does itself.
-            pipeline.untie(params) if plain else params,
-            accumulation=pipeline.accumulation if plain else 1,
-            model_state=model_state,
-            replicas=replicas,
-            seed=seed,
-            observe=[Tap("accumulated/*", reduce="tensor"), Tap("updated/*", reduce="tensor")],
-        )
-        trainer.fit(elements, steps=1, progress=False)
-        tensors = {name: np.asarray(trainer.records[name].values) for name, _ in trainer.records}
-        tensors["loss"] = np.asarray(trainer.history.loss)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(trainer.model_state)[0]:
-            tensors[f"buffer/{path_name(path)}"] = np.asarray(leaf)
-        found.append(tensors)
-    return Verification([_difference(name, found[0][name], found[1][name]) for name in found[0]])
+    trainer = functools.partial(
+        Trainer,
+        optimizer=optimizer or optax.sgd(0.01),
+        model_state=model_state,
+        replicas=replicas,
+        seed=seed,
+        observe=[Tap("accumulated/*", reduce="tensor"), Tap("updated/*", reduce="tensor")],
+    )
+    # The plain step has shared weights once, so that their gradients are summed by JAX: the oracle of
+    # the sum that the pipeline does itself.
+    untied = pipeline.untie(params)
+    plain = _one_step(trainer(whole, params=untied, accumulation=pipeline.accumulation), elements)
+    piped = _one_step(trainer(pipeline, params=params), elements)
+    return Verification([_difference(name, plain[name], piped[name]) for name in plain])
+
+
+def _one_step(trainer: Trainer, elements: list[Any]) -> dict[str, np.ndarray]:
+    """Every tensor of an update, after one step."""
+    trainer.fit(elements, steps=1, progress=False)
+    tensors = {name: np.asarray(trainer.records[name].values) for name, _ in trainer.records}
+    tensors["loss"] = np.asarray(trainer.history.loss)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(trainer.model_state)[0]:
+        tensors[f"buffer/{path_name(path)}"] = np.asarray(leaf)
+    return tensors
 
 
 def _difference(name: str, plain: np.ndarray, piped: np.ndarray) -> Difference:

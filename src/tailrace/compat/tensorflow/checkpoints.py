@@ -26,7 +26,7 @@ class Status:
         """Without effect."""
         return self
 
-    # All three are satisfied: TensorFlow restores objects that are made later, here all are there.
+    # All three hold: TensorFlow also restores objects that are made later; here all exist already.
     assert_consumed = assert_existing_objects_matched = expect_partial
 
 
@@ -138,8 +138,8 @@ class CheckpointManager:
     Args:
         checkpoint: what is saved.
         directory: the directory.
-        max_to_keep: how many stay.
-        checkpoint_name: what names of files begin with.
+        max_to_keep: the number of checkpoints to keep.
+        checkpoint_name: the prefix of file names.
         **_: without effect.
 
     >>> import tempfile
@@ -162,7 +162,7 @@ class CheckpointManager:
         self._most, self._name = max_to_keep, checkpoint_name
         latest = self.latest_checkpoint
         self.checkpoints = [] if latest is None else [latest]
-        # The numbers go on where a process before this one stopped.
+        # The numbers continue where an earlier process stopped.
         if latest is not None and latest.rpartition("-")[2].isdigit():
             checkpoint.save_counter = int(latest.rpartition("-")[2])
 

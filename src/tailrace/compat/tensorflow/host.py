@@ -73,15 +73,15 @@ NAMES = frozenset(
 
 
 def installed() -> bool:
-    """Whether there is a TensorFlow."""
+    """Whether TensorFlow is installed."""
     return importlib.util.find_spec("tensorflow") is not None
 
 
 def tensorflow(what: str = "tensorflow") -> Any:
-    """The module; an error that names what was asked for if there is none.
+    """The module; raises an error that names what was asked for if it is not installed.
 
     Args:
-        what: who asks, for the message.
+        what: the name that was asked for, for the message.
     """
     try:
         import tensorflow  # type: ignore[import-not-found]
@@ -91,7 +91,7 @@ def tensorflow(what: str = "tensorflow") -> Any:
             f"it: pip install tensorflow-cpu. Or feed programs with tr.batches(arrays, batch_size), "
             f"generators or a PyTorch loader."
         ) from error
-    # In the scope of a strategy its datasets are infeeds, also where it is loaded only there.
+    # In the scope of a strategy its datasets are infeeds, even if it is first loaded there.
     hook_datasets()
     _accept_specs(tensorflow.data.Dataset)
     return tensorflow
@@ -99,7 +99,7 @@ def tensorflow(what: str = "tensorflow") -> Any:
 
 @functools.cache
 def _accept_specs(dataset: type[Any]) -> None:
-    """Let `from_generator` take `tf.TensorSpec`, which is ours and no class of TensorFlow; once."""
+    """Let `from_generator` take `tf.TensorSpec`, which is our class, not TensorFlow's; once."""
     plain = dataset.from_generator
 
     @functools.wraps(plain)
@@ -120,7 +120,7 @@ def _own_spec(spec: object) -> Any:
 
 
 def named(path: str) -> Any:
-    """What TensorFlow has under a name, `data.Dataset`."""
+    """The object of TensorFlow with a name, such as `data.Dataset`."""
     found = tensorflow(path)
     for part in path.split("."):
         found = getattr(found, part)
@@ -139,27 +139,27 @@ def has(path: str) -> bool:
 
 
 def is_tensor(value: TensorLike) -> bool:
-    """Whether a value is a tensor or a variable of TensorFlow itself."""
+    """Whether a value is a tensor or a variable of the real TensorFlow."""
     kind = type(value)
     if "tensorflow" not in sys.modules or kind.__module__.split(".")[0] != "tensorflow":
         return False
-    # By name: importing TensorFlow to ask `isinstance` would take seconds, and most programs have
-    # none.
+    # By name: importing TensorFlow for `isinstance` would take seconds, and most programs do not use
+    # it.
     names = {base.__name__ for base in kind.__mro__}
     return not names.isdisjoint(("Tensor", "Variable", "CompositeTensor"))
 
 
 def is_symbolic(value: TensorLike) -> bool:
-    """Whether a tensor of TensorFlow has no value yet: inside of `dataset.map`."""
+    """Whether a TensorFlow tensor has no value yet: inside `dataset.map`."""
     # A tensor of a graph lacks the method; an eager one has it.
     return is_tensor(value) and not hasattr(value, "numpy")
 
 
 def is_numeric(value: TensorLike) -> bool:
-    """Whether a tensor of TensorFlow holds numbers, which text is not."""
+    """Whether a TensorFlow tensor holds numbers, not text."""
     return getattr(value.dtype, "name", "") not in ("string", "resource", "variant")
 
 
 def to_array(value: TensorLike) -> Any:
-    """A tensor of TensorFlow that has a value, as an array."""
+    """A TensorFlow tensor that has a value, as an array."""
     return np.asarray(value)

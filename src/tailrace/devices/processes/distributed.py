@@ -29,7 +29,12 @@ from tailrace.devices.environment import COORDINATOR as COORDINATOR
 from tailrace.devices.environment import PROCESS as PROCESS
 from tailrace.devices.environment import PROCESSES as PROCESSES
 from tailrace.devices.processes.heartbeat import Heartbeat
-from tailrace.devices.processes.introduction import check_address, from_environment, in_a_cluster
+from tailrace.devices.processes.introduction import (
+    check_address,
+    check_complete,
+    from_environment,
+    in_a_cluster,
+)
 from tailrace.devices.processes.meeting import LEFT, ROUNDS, TIMEOUT_S, has_left
 from tailrace.devices.processes.meeting import meet as meet
 from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
@@ -81,18 +86,12 @@ def initialize(
     given = (coordinator_address, num_processes, process_id)
     if all(value is None for value in given):
         found = from_environment()
-        if found is None:
-            if not in_a_cluster() and not kwargs:
-                return 1
-        else:
+        if found is not None:
             coordinator_address, num_processes, process_id = found
-    elif any(value is None for value in given):
-        raise DistributedError(
-            f"A process needs to know the coordinator, how many processes there are, and which one "
-            f"it is. Received: coordinator_address={coordinator_address!r}, "
-            f"num_processes={num_processes!r}, process_id={process_id!r}. Give all three, or none "
-            f"under tailrace launch, Slurm, Kubernetes or Open MPI."
-        )
+        elif not in_a_cluster() and not kwargs:
+            return 1
+    else:
+        check_complete(*given)
     ROUNDS.timeout_s = check_number("timeout_s", timeout_s, positive=True, error=DistributedError)
     check_number("heartbeat_s", heartbeat_s, at_least=1, error=DistributedError)
     check_address(coordinator_address, num_processes, process_id)

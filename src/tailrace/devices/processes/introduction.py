@@ -26,7 +26,7 @@ def in_a_cluster() -> bool:
     """Whether JAX detects the processes itself: Slurm, Open MPI, Kubernetes, a TPU pod."""
     environment = os.environ
     several = [environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
-    # Of one task, too, these variables are set: an interactive job of Slurm is a single process.
+    # They are set for a single task too: an interactive Slurm job is one process.
     if any(text.isdigit() and int(text) > 1 for text in several):
         return True
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -34,6 +34,17 @@ def in_a_cluster() -> bool:
     return (
         "JAX_COORDINATOR_ADDRESS" in environment or "MEGASCALE_COORDINATOR_ADDRESS" in environment
     )
+
+
+def check_complete(address: str | None, count: int | None, number: int | None) -> None:
+    """Check that all three are given."""
+    if address is None or count is None or number is None:
+        raise DistributedError(
+            f"A process needs to know the coordinator, how many processes there are, and which one "
+            f"it is. Received: coordinator_address={address!r}, num_processes={count!r}, "
+            f"process_id={number!r}. Give all three, or none under tailrace launch, Slurm, Kubernetes "
+            f"or Open MPI."
+        )
 
 
 def check_address(address: str | None, count: int | None, number: int | None) -> None:

@@ -51,7 +51,7 @@ def plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
                 found[name] = _encoded(value)
         except _NotPlain:
             continue
-    # Its file is state as well: rows after the checkpoint come again, and are to be cut off.
+    # Its file is state as well: rows after the checkpoint come again, and must be cut off.
     if isinstance(callback, keras.callbacks.CSVLogger) and callback.csv_file is not None:
         if not callback.csv_file.closed:
             callback.csv_file.flush()

@@ -86,7 +86,7 @@ class Keeping:
         number: the index of the fit among those of the model with checkpoints.
         at_epochs: whether they are taken only at the ends of epochs.
         removed: whether they are removed once the fit has ended.
-        backup: the callback of Keras that asked for them, whose counters go on; None without one.
+        backup: the Keras callback that asked for them, whose counters continue; None without one.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Keeping:
         return int(found["epoch"])
 
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
-        """The checkpoint that the fit goes on from, its arrays and its note."""
+        """The checkpoint that the fit continues from, its arrays and its note."""
         return self._writer.directory.read_newest(self._writer.fit)
 
     @property
@@ -225,7 +225,7 @@ class Keeping:
             batches = (lambda: used.extend(itertools.islice(dataset, 1)), "batches")
             _repeat(found["taken"], *batches, dataset, patience)
             return (batch for batch in used)
-        # The pass in which the fit goes on is begun by Keras, and skipped to its place there.
+        # Keras begins the pass in which the fit continues, and skips to its place there.
         under_way = bool(found["taken"]) and not self.finished
         passes = (lambda: next(iter(dataset), None), "passes over the data")
         _repeat(found["begun"] - under_way, *passes, dataset, patience)

@@ -111,8 +111,9 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         super().on_train_batch_end(batch, logs)
         self._logs = logs or {}
         keeping, pacing = self._keeping, self._pacing
-        # Where a callback has stopped the fit, its end is saved: from here it would go on. Not asked of
-        # `self.model`: whenever that is read, Keras writes all values back to the variables.
+        # Where a callback has stopped the fit, its end is saved: a checkpoint of this point would
+        # continue. Not asked of `self.model`: whenever that is read, Keras writes all values back to
+        # the variables.
         if self._program().model.stop_training:
             return
         if pacing.between and (keeping.due or keeping.interrupts.asked is not None):

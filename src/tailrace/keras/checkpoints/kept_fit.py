@@ -45,22 +45,7 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
     if keeping.finished:  # nothing is computed, and no callback is called
         call["callbacks"], call["verbose"], ended, listeners = None, 0, listeners, []
     listen(adopted.model, adopted.settings, pacing, call)
-    # What Keras gives to a list of callbacks that it makes itself.
-    params = {name: call[name] for name in ("verbose", "epochs")}
-    params["steps"] = call["steps_per_epoch"] or pacing.batches
-    if isinstance(call["callbacks"], keras.callbacks.CallbackList):
-        params = dict(call["callbacks"].params or params)
-        call["callbacks"] = call["callbacks"].callbacks
-    kept = KeptCallbacks(
-        call["callbacks"],
-        keeping,
-        pacing,
-        listeners,
-        lambda: adopted.programs["train"],
-        epoch,
-        model=adopted.model,
-        **params,
-    )
+    kept = _callback_list(adopted, keeping, pacing, call, listeners, epoch)
     call["callbacks"], call["initial_epoch"] = kept, epoch
     directory, pacing.patience = keeping.choices(adopted.settings.fingerprint), patience
     running = adopted.while_running("train", pacing)
@@ -78,3 +63,30 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
             set_plain_state(callback, state)  # the script may ask them what they have seen
         interrupts.reraise()  # a signal in the last epoch of a fit that a callback stopped
     return history
+
+
+def _callback_list(
+    adopted: AnyAdopted,
+    keeping: Keeping,
+    pacing: Pacing,
+    call: dict[str, Any],
+    listeners: list[Any],
+    epoch: int,
+) -> KeptCallbacks:
+    """The list of callbacks that Keras is given, in place of the one that it would make itself."""
+    # What Keras gives to a list of callbacks that it makes itself.
+    params = {name: call[name] for name in ("verbose", "epochs")}
+    params["steps"] = call["steps_per_epoch"] or pacing.batches
+    callbacks = call["callbacks"]
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks, params = callbacks.callbacks, dict(callbacks.params or params)
+    return KeptCallbacks(
+        callbacks,
+        keeping,
+        pacing,
+        listeners,
+        lambda: adopted.programs["train"],
+        epoch,
+        model=adopted.model,
+        **params,
+    )

@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
         "numpy": [kind, np.asarray(words).tolist(), *rest],
         "python": [version, list(python), following],
     }
-    # Not imported: a loader of PyTorch can only be in use if it is loaded.
+    # Not imported: a PyTorch loader can only be in use if it is loaded.
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = bytes(torch.get_rng_state().numpy()).hex()

@@ -108,7 +108,7 @@ class Batches:
     def bytes_per_batch(self) -> int:
         """The size of a batch, from the first one (which is not lost); 0 if there is none."""
         if self._bytes is None:
-            # A read in this thread could not be interrupted: the dataset's `next` may block for ever.
+            # A read in this thread could not be interrupted: the dataset's `next` may block forever.
             first = self._waited(self._next) if self._patience.limited else self._next()
             self._held = first
             self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])

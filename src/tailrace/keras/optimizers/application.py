@@ -1,4 +1,4 @@
-"""One update by an optimizer of Keras, whichever of its methods was overridden."""
+"""One update by a Keras optimizer, whichever of its methods was overridden."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ class Watch(keras.callbacks.Callback):
 
 
 def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[str, Any]) -> None:
-    """Find out who wants to hear of batches, and hear of epochs ourselves."""
+    """Find the callbacks that listen to batches, and add one of ours that listens to epochs."""
     callbacks = call["callbacks"]
     # A list that the caller made has a progress bar and a history already.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.callbacks.append(Watch(pacing))
         return
     listed = keras.tree.flatten(callbacks) if callbacks else []
-    # First: the counts of the epoch must be there before any callback of the user's asks for them.
+    # First: the counts of the epoch must be there before any of the user's callbacks asks for them.
     call["callbacks"] = [Watch(pacing), *listed]
     if call["verbose"] != 0 and not any(
         isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
@@ -57,7 +57,7 @@ def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[st
 
 
 def listen_to_steps(settings: Settings, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
-    """Find out who wants to hear of every step of an evaluation or prediction."""
+    """Find the callbacks that listen to every step of an evaluation or prediction."""
     callbacks = call.get("callbacks")
     if not callbacks or not settings.options.asynchronous_callbacks:
         return

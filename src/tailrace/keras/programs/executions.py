@@ -160,7 +160,7 @@ class Executions(ABC):
             if pacing.tells:
                 steps = block.count // self.replicas
                 step_logs = functools.partial(self.step_logs, result, steps)
-                pacing.tell(done, block.count, done + block.count >= wanted, step_logs)
+                pacing.call_callbacks(done, block.count, done + block.count >= wanted, step_logs)
             done += block.count
         # As the functions of Keras do: its loop over an epoch ends by this exception.
         if not done:
@@ -180,7 +180,7 @@ class Executions(ABC):
         """Resume inside an epoch, or in data that an earlier epoch has begun."""
         self._resumed = resumed
         self.begun = resumed.begun - bool(resumed.skipped)
-        pacing.go_on(resumed.done)
+        pacing.skip(resumed.done)
 
     def restore(self, state: Tree) -> None:
         """Restore the variables that Keras passed in, if nothing was computed from them."""
@@ -238,7 +238,7 @@ class Executions(ABC):
     # -- inside ---------------------------------------------------------------------------------
 
     def _open(self, iterator: Iterator[Any]) -> Batches | ResidentBatches:
-        # Keras makes an iterator for each epoch, except where one goes on reading through several.
+        # Keras makes an iterator for each epoch, except where one continues through several.
         if self._batches is None or self._batches.iterator is not iterator:
             if self._batches is not None:
                 self._batches.close()

@@ -65,7 +65,7 @@ class Pacing:
         self._left, self._number, self._ready_at = self.batches, 0, None
         self._owed = 0
 
-    def go_on(self, done: int) -> None:
+    def skip(self, done: int) -> None:
         """Skip `done` batches of this epoch, which are counted but not run."""
         self._number = self._owed = done
         if self._left is not None:
@@ -174,7 +174,7 @@ class Pacing:
             self.bar is not None and self._seconds > dispatch_table.LONG_S
         )
 
-    def tell(
+    def call_callbacks(
         self, done: int, count: int, last: bool, logs_of: Callable[..., Mapping[str, Any]]
     ) -> None:
         """Call callbacks for the `count` batches after the first `done`, on each replica.

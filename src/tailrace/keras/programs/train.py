@@ -91,7 +91,7 @@ class Training(Executions):
         else:
             self._load([value for values in state for value in values])
             # Keras has emptied its variables. Where batches are only counted, nothing runs that would
-            # make the values here newer: they are to be written back all the same.
+            # make the values here newer: they must be written back all the same.
             self._dirty = self._resumed is not None or self.pacing.owes
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token

@@ -122,5 +122,5 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
 
 def _leading(flags: np.ndarray) -> int:
     """The number of leading true flags."""
-    # All layers alike are no trend from some layer on.
+    # If all layers are alike, there is no trend from some layer on.
     return int(np.argmin(flags)) if not flags.all() else 0

@@ -18,7 +18,7 @@ class Follower:
 
     Args:
         runs: the runs.
-        look_every_s: how often.
+        look_every_s: the seconds between two looks.
     """
 
     def __init__(self, runs: Sequence[FollowedRun], look_every_s: float = LOOK_EVERY_S) -> None:

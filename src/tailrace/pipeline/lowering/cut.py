@@ -145,8 +145,8 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
         def leaves(var: Var, region: Region = region) -> bool:
             """Whether a value of this piece is used by another piece, or is a result of the model."""
             made = made_in[var]
-            # A value that every user computes for itself is no piece's output. As a result of the
-            # model, it is the output of the first piece that computes it.
+            # A value that every user computes for itself is not an output of any piece. As a result of
+            # the model, it is the output of the first piece that computes it.
             if var in results and region == min(made, key=order.index):
                 return True
             return any(region not in made or user not in made for user in used_in.get(var, ()))

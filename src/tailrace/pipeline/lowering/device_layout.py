@@ -104,7 +104,7 @@ class Assembly:
         rest = [v for v in self.carry_in if v not in held]
         follow = [e for _, e in after]
         aliased = {out: have[root] for out, root in same.items() if root in have}
-        guessed = guess_homes(follow, have | aliased, rest, self.replicas)
+        guessed = guess_homes(follow, have | aliased, rest)
         self.held: dict[Any, Devices] = {**held, **guessed}
         have.update(guessed)
         # A step ends with every value where it was at the start, for the next step.

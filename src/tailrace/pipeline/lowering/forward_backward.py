@@ -118,6 +118,39 @@ def _differentiated(
     compute: Callable[..., dict[Any, Any]],
 ) -> Stage:
     """A piece that `compute` runs, differentiated, with the values to keep."""
+    closed, back, residuals = _traced_apart(piece, cut, wants, sends, compute)
+    # Dead residuals are dropped; the gradients of `sends` are kept, in order.
+    keep = [False] * len(residuals) + [True] * len(sends)
+    back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
+    needed = [var for var, used in zip(residuals, needed, strict=False) if used]
+    inputs = list(zip(piece.inputs, closed.jaxpr.invars, strict=True))
+    fixed = [var for outer, var in inputs if outer in cut.parameters]
+    free = [var for outer, var in inputs if outer in cut.everywhere]
+    chosen = select(closed, needed, fixed, free)
+    outputs, places = _placed(closed, chosen.kept, len(piece.outputs))
+    numbers = {var: i for i, var in enumerate(cut.parameters)}
+    return Stage(
+        piece.stage,
+        piece.member,
+        piece.inputs,
+        piece.outputs,
+        ClosedJaxpr(closed.jaxpr.replace(outvars=outputs), closed.consts),
+        reading(closed, back, chosen),
+        places,
+        sends,
+        wants,
+        tuple(numbers[v] for v in wants if v in numbers),
+    )
+
+
+def _traced_apart(
+    piece: Piece,
+    cut: Cut,
+    wants: tuple[Var, ...],
+    sends: tuple[Var, ...],
+    compute: Callable[..., dict[Any, Any]],
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[Any]]:
+    """The forward, the backward, and the forward's variables that JAX would keep for the backward."""
     forms = [form_of(v) for v in piece.inputs]
     structure: list[Any] = []
 
@@ -137,7 +170,7 @@ def _differentiated(
         structure[:] = [form]
         return [*outputs, *residuals]
 
-    # With calls inlined: `select` weighs single operations, also those inside of a layer's `jit`.
+    # With calls inlined: `select` weighs single operations, also those inside a layer's `jit`.
     closed = opened(jax.make_jaxpr(forward)(*forms), forms)
     residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 
@@ -148,38 +181,26 @@ def _differentiated(
     # Traced alone, not in one program with the forward: the two run in different ticks, and what
     # the second takes from the first must be operands.
     back = jax.make_jaxpr(backward)(*map(form_of, [*residuals, *sends]))
-    # Dead residuals are dropped; the gradients of `sends` are kept, in order.
-    keep = [False] * len(residuals) + [True] * len(sends)
-    back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
-    needed = [var for var, used in zip(residuals, needed, strict=False) if used]
-    inputs = list(zip(piece.inputs, closed.jaxpr.invars, strict=True))
-    fixed = [var for outer, var in inputs if outer in cut.parameters]
-    free = [var for outer, var in inputs if outer in cut.everywhere]
-    chosen = select(closed, needed, fixed, free)
-    back = reading(closed, back, chosen)
-    # A kept value that is already an input or a result of the forward is not returned again.
-    outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
+    return closed, back, residuals
+
+
+def _placed(
+    closed: ClosedJaxpr, kept: Sequence[Var], results: int
+) -> tuple[list[Any], tuple[Residual, ...]]:
+    """The outputs of a forward that returns the values to keep too, and the place of each of these.
+
+    A kept value that is already an input or one of the `results` is not returned again.
+    """
+    outputs: list[Any] = list(closed.jaxpr.outvars[:results])
     places = {v: Residual("output", i) for i, v in enumerate(outputs) if isinstance(v, Var)}
     # After the outputs, so that an input wins where the forward returns it too: parameters and the
     # element are readable in the backward's tick, and take no slot of the stash.
     places.update((v, Residual("input", i)) for i, v in enumerate(closed.jaxpr.invars))
-    for var in chosen.kept:
+    for var in kept:
         if var not in places:
             places[var] = Residual("output", len(outputs))
             outputs.append(var)
-    numbers = {var: i for i, var in enumerate(cut.parameters)}
-    return Stage(
-        piece.stage,
-        piece.member,
-        piece.inputs,
-        piece.outputs,
-        ClosedJaxpr(closed.jaxpr.replace(outvars=outputs), closed.consts),
-        back,
-        tuple(places[var] for var in chosen.kept),
-        sends,
-        wants,
-        tuple(numbers[v] for v in wants if v in numbers),
-    )
+    return outputs, tuple(places[var] for var in kept)
 
 
 def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:

@@ -162,8 +162,8 @@ class Model:
                 raise PipelineError(
                     f"The gradient of one microbatch is changed by a function of it, but that of "
                     f"{self.names[index]!r} is the sum of parts that stages {several} make on separate "
-                    f"devices, and they are added up once a step. Use the weight in one stage only, or "
-                    f"change the gradients of a step."
+                    f"devices, and they are added up once per step. Use the weight in one stage only, "
+                    f"or change the gradients of a step."
                 )
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
 from tailrace.taps.frame import Scalar
 
-_SMALL = 1 << 18
+SMALL = 1 << 18
 """Values of at most this many bytes share a row: copying costs less than a separate operation."""
 
 Whose = tuple[int, int]
@@ -104,7 +104,7 @@ def _rows(whose: Whose, variables: Sequence[Any], depth: int) -> list[Row]:
     for var in variables:
         form = Form.of(var.aval, depth)
         # By the size of one microbatch: that is what is copied when the row is written.
-        if form.nbytes // depth > _SMALL:
+        if form.nbytes // depth > SMALL:
             found.append(Row((whose, var), (var,), (form,)))
         else:
             # By the dtype as stored: keys and 16-bit floats are kept as integers.

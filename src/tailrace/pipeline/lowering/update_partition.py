@@ -185,10 +185,7 @@ class Spread:
 
 
 def guess_homes(
-    equations: Sequence[JaxprEqn],
-    held: Mapping[Any, Devices],
-    unknown: Iterable[Any],
-    replicas: int,
+    equations: Sequence[JaxprEqn], held: Mapping[Any, Devices], unknown: Iterable[Any]
 ) -> dict[Any, Devices]:
     """The device that needs each variable of unknown place, if it is the only one."""
     # Nothing says to which stage a leaf of the optimizer state belongs. But the equation that

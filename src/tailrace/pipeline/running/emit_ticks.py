@@ -64,20 +64,8 @@ class Ticking:
         elements = {queue: frame.blocks[queue].take_many(count) for queue in counts}
         ahead, loose = self._ahead(values, elements)
         table = a.plan.timetable()
-        active = [job for job in self.jobs.jobs.values() if not job.is_empty]
-        # Within a tick backwards come first, so that a slot may be read and written in one tick;
-        # and the receiver of a message runs before its sender, which may then overwrite it.
-        active.sort(key=lambda job: (job.who[0], job.who[1] if job.who[0] == "B" else -job.who[1]))
-        # Everything that outlives a tick is in the carry of one scan, which XLA updates in place.
-        carry: Any = {
-            "carried": start,
-            "stash": stash,
-            "out": [channel.layout.zeros() for channel in a.channels],
-        }
-        # Messages wait one tick: what is sent at the end of a tick is read in the next. On one device
-        # there is nothing to send, and the receiver reads the sender's buffer.
-        if a.num_devices > 1:
-            carry["in"] = [channel.layout.zeros() for channel in a.channels]
+        active = self._in_order_of_a_tick()
+        carry = self._empty_carry(start, stash)
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
@@ -123,6 +111,29 @@ class Ticking:
         (carry, emitted), _ = lax.scan(tick, (carry, emitted), rows)
         frame.emitted.update(emitted)
         return carry["carried"], loose, carry["stash"]
+
+    def _in_order_of_a_tick(self) -> list[Job]:
+        """The jobs that have work, in the order in which a device runs them within one tick."""
+        active = [job for job in self.jobs.jobs.values() if not job.is_empty]
+        # Backwards come first, so that a slot may be read and written in one tick; and the receiver
+        # of a message runs before its sender, which may then overwrite it.
+        return sorted(
+            active, key=lambda job: (job.who[0], job.who[1] if job.who[0] == "B" else -job.who[1])
+        )
+
+    def _empty_carry(self, start: list[Any], stash: list[Any]) -> dict[str, Any]:
+        """What outlives a tick: it is the carry of one scan, which XLA updates in place."""
+        channels = self.assembly.channels
+        carry = {
+            "carried": start,
+            "stash": stash,
+            "out": [channel.layout.zeros() for channel in channels],
+        }
+        # Messages wait one tick: what is sent at the end of a tick is read in the next. On one device
+        # there is nothing to send, and the receiver reads the sender's buffer.
+        if self.assembly.num_devices > 1:
+            carry["in"] = [channel.layout.zeros() for channel in channels]
+        return carry
 
     def _sketch(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
         """The emissions of a job, for their shapes only: a function of operands, and their forms.

@@ -176,7 +176,7 @@ class StageLayout(LoopLayout):
         if entry.stage >= 0:
             return entry.stage
         kind, _, rest = entry.name.partition("/")
-        # By the kind of the name first: these are no leaves of the carry.
+        # By the kind of the name first: these are not leaves of the carry.
         if kind in ("loss", "aux", "output"):
             return self.plan.stages - 1
         if kind == "input":

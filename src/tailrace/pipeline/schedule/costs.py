@@ -105,7 +105,7 @@ def costs_of(
     )
 
 
-def member_times(plan: PlannedTicks, times: Any, name: str) -> list[list[float]]:
+def member_times(plan: PlannedTicks, times: object, name: str) -> list[list[float]]:
     """The time of each member of each stage, from one number, one per stage, or lists for groups."""
     if _is_number(times):
         times = [times] * plan.stages
@@ -121,7 +121,7 @@ def member_times(plan: PlannedTicks, times: Any, name: str) -> list[list[float]]
     return [_stage_times(plan, stage, each, name) for stage, each in enumerate(times)]
 
 
-def _stage_times(plan: PlannedTicks, stage: int, given: Any, name: str) -> list[float]:
+def _stage_times(plan: PlannedTicks, stage: int, given: object, name: str) -> list[float]:
     members = len(plan.placement[stage])
     each: Any = [given] * members if _is_number(given) else given
     if not _are_times(each) or len(each) != members:
@@ -143,7 +143,7 @@ def is_list(given: object) -> TypeGuard[Sequence[Any]]:
     return getattr(cast(Any, given), "ndim", 1) > 0  # a 0-d array is not a sequence
 
 
-def _are_times(given: Any) -> bool:
+def _are_times(given: object) -> bool:
     """Whether it is a list of finite numbers of zero or more."""
     return is_list(given) and all(
         _is_number(time)

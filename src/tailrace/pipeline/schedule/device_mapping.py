@@ -61,7 +61,7 @@ def whole_number(value: Any, name: str) -> int:
     raise PlanError(f"`{name}` must be a whole number; received {value!r}.")
 
 
-def read_stages(stages: Any) -> tuple[list[int | None], Names]:
+def read_stages(stages: object) -> tuple[list[int | None], Names]:
     """The number of members of each stage (None: the mapping decides), and names if given.
 
     A list may hold group sizes (`[1, 2, 1]`) or the stages themselves (names, functions), where
@@ -103,7 +103,7 @@ def _group_size(entry: object, index: int) -> int:
                 f"supported. Stage {index} is {entry!r}. Write its members in one flat list."
             )
         size = len(entry)
-    # A number is a size; anything else that is no list (a name, a function) is one stage.
+    # A number is a size; anything else that is not a list (a name, a function) is one stage.
     elif isinstance(entry, int) and not isinstance(entry, bool):
         size = entry
     else:
@@ -129,7 +129,7 @@ def _names(entries: Sequence[Any]) -> Names:
     return tuple(names)
 
 
-def read_names(names: Any, stages: int) -> Names:
+def read_names(names: Sequence[str | Sequence[str]], stages: int) -> Names:
     """Names for every stage, or none at all."""
     if names and len(names) != stages:
         raise PlanError(
@@ -139,7 +139,7 @@ def read_names(names: Any, stages: int) -> Names:
     return tuple(name if isinstance(name, str) else tuple(name) for name in names)
 
 
-def read_mapping(mapping: Any, sizes: Sequence[int | None]) -> DeviceMapping:
+def read_mapping(mapping: object, sizes: Sequence[int | None]) -> DeviceMapping:
     """The device (or devices) of each stage; without a mapping, devices are numbered in order."""
     if mapping is None:
         return _default_mapping(sizes)
@@ -170,7 +170,7 @@ def _default_mapping(sizes: Sequence[int | None]) -> DeviceMapping:
     return tuple(mapping)
 
 
-def _read_entry(entry: Any, size: int | None, stage: int) -> int | tuple[int, ...]:
+def _read_entry(entry: object, size: int | None, stage: int) -> int | tuple[int, ...]:
     given: Sequence[Any] = entry if is_group(entry) else [entry]
     if any(is_group(each) for each in given):
         raise PlanError(
@@ -228,7 +228,7 @@ def require_one_stage_a_device(placement: Placement) -> None:
             if device in owner:
                 raise PlanError(
                     "The interleaved schedule does not support multiple pipeline stages on the "
-                    "same device for training graphs, because a device does one thing a tick: "
+                    "same device for training graphs, because a device does one thing per tick: "
                     f"stages {owner[device]} and {stage} are both on device {device}. Give each "
                     "stage its own device, or use the grouped or the sequential schedule."
                 )

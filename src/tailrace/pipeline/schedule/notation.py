@@ -152,7 +152,9 @@ def _fields(value: dict[str, Any]) -> dict[str, Any]:
     names = value.get("names", ())
     for key, held in (("devices", value["devices"]), ("names", names)):
         if not isinstance(held, list | tuple):
-            raise PlanError(f"The plan's {key!r} is a list, one entry a stage; received {held!r}.")
+            raise PlanError(
+                f"The plan's {key!r} is a list, one entry per stage; received {held!r}."
+            )
     return {
         "microbatches": value["microbatches"],
         "schedule": PipelineSchedule.parse(value["schedule"]),
@@ -163,7 +165,7 @@ def _fields(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     """Lists as tuples, one level down too: JSON has no tuples, and a plan must be hashable."""
     if not is_group(value):
         return value

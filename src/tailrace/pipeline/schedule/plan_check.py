@@ -90,7 +90,7 @@ class _Progress:
             return f"it has run already: each {_WORD[unit.kind]} runs exactly once"
         if unit.microbatch > expected:
             return (
-                f"microbatch {expected} has not been there: a stage takes microbatches in order, "
+                f"microbatch {expected} has not run yet: a stage takes microbatches in order, "
                 "each exactly once"
             )
         return None

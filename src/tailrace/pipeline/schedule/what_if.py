@@ -265,17 +265,17 @@ def _all_cuts(
     return list(dict.fromkeys(found))
 
 
-def _several(name: str, value: Any) -> list[int]:
+def _several(name: str, value: object) -> list[int]:
     """One whole number, or several."""
     several: Sequence[Any] = value if is_list(value) else [value]
     return [whole_number(one, name) for one in several]
 
 
-def _times(name: str, given: Any) -> list[float]:
+def _times(name: str, given: object) -> list[float]:
     return [check_number(name, time, error=PlanError) for time in _listed(name, given)]
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _listed(name: str, given: object) -> list[Any]:
     """The given values as a list; refuses text and numbers."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise PlanError(f"`{name}` is a list; received {given!r}.")

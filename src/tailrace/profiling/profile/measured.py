@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ProgramError
@@ -59,18 +59,7 @@ def profile_of(
             f"{profiler.problem or 'This platform may not report operations.'}"
         )
     limits = roofline(device, _dtype_of(next(iter(programs.values()))))
-    sums: dict[tuple[str, str], _Sum] = {}
-    unnamed = 0.0
-    # One program at a time: the names of instructions are unique only within a program.
-    for number, program in programs.items():
-        ran = [one for one in mine if one.program == number]
-        for name, (seconds, runs) in _own_times(ran, program).items():
-            instruction, place = program.module.instructions.get(name), program.place(name)
-            if instruction is None or place is None:
-                unnamed += seconds
-                continue
-            found = sums.setdefault((str(place.phase), place.scope), _Sum())
-            found.add(instruction, program, place.operation, seconds, runs)
+    sums, unnamed = _sums_by_scope(mine, programs)
     total = sum(each.seconds for each in sums.values()) + unnamed
     rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
     if unnamed:
@@ -94,6 +83,25 @@ def profile_of(
         memory=alive_at_peak(main, owner),
         pipeline=None if ticks is None else pipeline_times(ticks, steps // executions, wall_s),
     )
+
+
+def _sums_by_scope(
+    operations: Sequence[Operation], programs: Mapping[int, NamedProgram]
+) -> tuple[dict[tuple[str, str], _Sum], float]:
+    """The sums of each (phase, scope), and the seconds of operations without a known place."""
+    sums: dict[tuple[str, str], _Sum] = {}
+    unnamed = 0.0
+    # One program at a time: the names of instructions are unique only within a program.
+    for number, program in programs.items():
+        ran = [one for one in operations if one.program == number]
+        for name, (seconds, runs) in _own_times(ran, program).items():
+            instruction, place = program.module.instructions.get(name), program.place(name)
+            if instruction is None or place is None:
+                unnamed += seconds
+                continue
+            found = sums.setdefault((str(place.phase), place.scope), _Sum())
+            found.add(instruction, program, place.operation, seconds, runs)
+    return sums, unnamed
 
 
 class _Sum:

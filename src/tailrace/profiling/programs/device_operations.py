@@ -132,7 +132,7 @@ class DeviceProfiler:
         try:
             jax.profiler.stop_trace()
             self.operations = _read(Path(directory), self._marked)
-        except Exception as error:  # training goes on without a profile
+        except Exception as error:  # training continues without a profile
             self.problem = f"JAX's profiler failed: {type(error).__name__}: {error}"
         finally:
             shutil.rmtree(directory, ignore_errors=True)

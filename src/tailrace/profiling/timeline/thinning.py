@@ -82,7 +82,7 @@ def _merged(bars: Sequence[tuple[int, Bar]], limit: int) -> list[Bar]:
 
     for depth, bar in bars:
         if short and depth > depth_of_short and bar.end <= short[-1].end:
-            continue  # inside of a short one
+            continue  # inside a short one
         is_short = bar.end - bar.start < limit
         # A group covers no long slice and no long gap, and stays at one depth.
         if short and (not is_short or depth != depth_of_short or bar.start - short[-1].end > limit):

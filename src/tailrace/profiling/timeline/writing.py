@@ -60,7 +60,30 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
         operations = profiler.operations
         programs = programs_of(operations, profiler.programs)
         operations = resolved(operations, programs)
-    # The viewer shows tracks in the order in which they are added here.
+    file = PerfettoFile(stream, f"tailrace: {sys.argv[0] or 'python'}")
+    groups: dict[str, int] = {}
+    for key, bars in thinned(_tracks(recorder, operations, programs)).items():
+        file.bars(_track(file, key, groups), bars)
+    _counters(file, recorder)
+    # The time of recording is an estimate: to measure each span would double its cost.
+    cost = Cost(
+        len(recorder.slices) + len(recorder.counts),
+        span_s * (len(recorder.slices) + len(recorder.counts)),
+        profiler.seconds if profiler is not None else 0.0,
+        time.perf_counter() - started,
+        recorder.left_out,
+    )
+    about = dataclasses.asdict(cost)
+    if profiler is not None and profiler.problem:
+        about["no_operations"] = profiler.problem
+    file.note(file.track("tailrace"), recorder.ended, "cost of this trace", about)
+    return cost
+
+
+def _tracks(
+    recorder: Recorder, operations: list[Operation], programs: Mapping[int, NamedProgram]
+) -> dict[tuple[str, ...], list[Bar]]:
+    """The bars of each track that has some, by (kind, *names), in the order in which they are shown."""
     tracks: dict[tuple[str, ...], list[Bar]] = {}
     for one in recorder.slices:
         # With the id of the thread: several threads may have the same name.
@@ -78,24 +101,7 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
     for one in operations:
         bar = _operation(one, programs)
         tracks.setdefault(("operations", f"device {one.device}", one.line), []).append(bar)
-    file = PerfettoFile(stream, f"tailrace: {sys.argv[0] or 'python'}")
-    groups: dict[str, int] = {}
-    for key, bars in thinned({key: bars for key, bars in tracks.items() if bars}).items():
-        file.bars(_track(file, key, groups), bars)
-    _counters(file, recorder)
-    # The time of recording is an estimate: to measure each span would double its cost.
-    cost = Cost(
-        len(recorder.slices) + len(recorder.counts),
-        span_s * (len(recorder.slices) + len(recorder.counts)),
-        profiler.seconds if profiler is not None else 0.0,
-        time.perf_counter() - started,
-        recorder.left_out,
-    )
-    about = dataclasses.asdict(cost)
-    if profiler is not None and profiler.problem:
-        about["no_operations"] = profiler.problem
-    file.note(file.track("tailrace"), recorder.ended, "cost of this trace", about)
-    return cost
+    return {key: bars for key, bars in tracks.items() if bars}
 
 
 def _track(file: PerfettoFile, key: tuple[str, ...], groups: dict[str, int]) -> int:

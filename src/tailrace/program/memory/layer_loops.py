@@ -25,7 +25,7 @@ _CARRIED = "tailrace_carried"
 
 
 def carried(eqn: JaxprEqn, least: int) -> list[int]:
-    """The indices of a loop's carried values of at least `least` bytes; empty if it is no loop."""
+    """The indices of a loop's carried values of at least `least` bytes; empty if it is not a loop."""
     scan = scan_of(eqn)
     # A loop of one iteration keeps one carry, which is its input: nothing would be saved.
     if scan is None or scan.length < 2:

@@ -206,31 +206,11 @@ def _check_room(held: Sequence[Any], hosted: Sequence[bool], placement: Placemen
     host_memory.check_fits(local, host_memory.free_host_memory(), placement.device.platform)
 
 
-def decide(
-    forms: Tree,
-    placement: Placement,
-    taps: Sequence[AnyTap],
-    *,
-    share: bool,
-    offload_state: bool | None,
-    microbatches: int,
-    pipelined: bool = False,
-) -> tuple[StateKeeping | None, tuple[str, ...]]:
-    """Like `keep_state`, with log messages; None if the state is held in the default way."""
-    keeping = keep_state(
-        forms,
-        placement,
-        taps,
-        share=share,
-        offload_state=offload_state,
-        microbatches=microbatches,
-        pipelined=pipelined,
-    )
-    asked = share or offload_state
+def log_decisions(keeping: StateKeeping, requested: bool) -> None:
+    """Log the decisions; `requested` says whether the user asked for one of them."""
     for sentence in keeping.decisions:
         # A request that is not fulfilled is worth a warning; one that is, a line.
-        (note_once if keeping.changes_nothing and asked else logger.info)(sentence)
-    return None if keeping.changes_nothing else keeping, keeping.decisions
+        (note_once if keeping.changes_nothing and requested else logger.info)(sentence)
 
 
 def check_options(share: object, offload_state: object) -> None:
@@ -265,7 +245,7 @@ def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int
 def _offload_message(held: Sequence[Any], hosted: Sequence[bool]) -> str:
     size, total = _bytes_of(held, hosted), _bytes_of(held)
     return (
-        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device are in the "
+        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB per device are in the "
         f"host's memory between updates ({sum(hosted)} of {len(held)} leaves; small and "
         f"observed ones stay on the device)."
     )

@@ -46,7 +46,7 @@ class SentMarks:
                 self._send_now(queue, tag.payload.structure, inputs)
             else:
                 frame.emit(queue, list(inputs))
-        # A tangent is no value of its own: transposed, it becomes the gradient, which is printed then.
+        # A tangent is not printed: transposed, it becomes the gradient, which is printed then.
         elif tag.role == "print" and tag.direction != TANGENT:
             self._print(tag, inputs[0], frame)
         elif tag.role == "memory":

@@ -67,22 +67,9 @@ def look(
         e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
     )
     found = [*entries.values(), *(e for e in listed if e.name not in absent)]
-    order = UseOrder(traced.jaxpr).names
-    uses = {f"{kind}/{name}": use for use, name in enumerate(order) for kind in MADE_FOR_EACH}
-
-    def use_of(entry: Entry) -> int:
-        # A parameter of several stages has a gradient in each: `grad/w@0`.
-        return uses.get(entry.name, uses.get(entry.name.rpartition("@")[0], -1))
-
+    use_of = _uses(traced)
     catalogue = Catalogue(dataclasses.replace(e, stage=stage_of(e), use=use_of(e)) for e in found)
-    for tap in taps:
-        missing = absent.filter(tap.select)
-        if missing and not catalogue.filter(tap.select):
-            raise SelectionError(
-                f"{missing[0].name!r} does not exist: no gradient of the loss flows back to that "
-                f"value, because the loss does not depend on it in a differentiable way. "
-                f"Received: {tap.select!r}. Observe the activation itself."
-            )
+    _refuse_absent(taps, absent, catalogue)
     # Which replicas' values to record is decided here, from the program: comparing the values on the
     # host would need all of them there.
     differing = Differing()
@@ -101,6 +88,30 @@ def look(
 
     chosen = choose(taps, catalogue, describe) if taps else []
     return Sight(catalogue, chosen, common_period(taps))
+
+
+def _uses(traced: Traced) -> Callable[[Entry], int]:
+    """A function: the rank of a tensor by its parameter, in the order of use by a step; -1 for none."""
+    order = UseOrder(traced.jaxpr).names
+    uses = {f"{kind}/{name}": use for use, name in enumerate(order) for kind in MADE_FOR_EACH}
+
+    def use_of(entry: Entry) -> int:
+        # A parameter of several stages has a gradient in each: `grad/w@0`.
+        return uses.get(entry.name, uses.get(entry.name.rpartition("@")[0], -1))
+
+    return use_of
+
+
+def _refuse_absent(taps: Sequence[AnyTap], absent: Catalogue, catalogue: Catalogue) -> None:
+    """Raise an error if a tap selects only tensors that do not exist in the program."""
+    for tap in taps:
+        missing = absent.filter(tap.select)
+        if missing and not catalogue.filter(tap.select):
+            raise SelectionError(
+                f"{missing[0].name!r} does not exist: no gradient of the loss flows back to that "
+                f"value, because the loss does not depend on it in a differentiable way. "
+                f"Received: {tap.select!r}. Observe the activation itself."
+            )
 
 
 def full_name(tag: Tag) -> str:

@@ -85,7 +85,7 @@ def svg_text(figure: Figure) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
-    # matplotlib's ids and dates would make every file another one; text stays text, to be searched.
+    # matplotlib's ids and dates would make every file different; text stays text, to be searchable.
     with rc_context({"svg.hashsalt": "tailrace", "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
@@ -97,7 +97,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     endings = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in endings:
         raise OptionError(
-            f"The ending of a picture says how it is written: one of {', '.join(endings)}. "
+            f"The suffix of a picture selects its format: one of {', '.join(endings)}. "
             f"Received: {str(path)!r}."
         )
     try:

@@ -14,10 +14,10 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 
-class HereBlosc(BloscCodec):
-    """Zarr's `blosc` codec, without its threads; in files it is the same."""
+class InlineBlosc(BloscCodec):
+    """Zarr's `blosc` codec, which encodes in the calling thread; the files are the same."""
 
-    # Versions of Zarr without these functions use their threads.
+    # Versions of Zarr without these functions use their own threads.
 
     async def _encode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
         encode = getattr(self, "_encode_sync", None)
@@ -34,13 +34,13 @@ class HereBlosc(BloscCodec):
 
 def codecs() -> list[Any]:
     """The compression of chunks: fast, since it runs during training, and with a checksum."""
-    return [HereBlosc(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()]
+    return [InlineBlosc(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()]
 
 
 def reopened(array: Any) -> Any:
     """An existing array, to be appended to: all its chunks are written, and compressed here."""
     own = tuple(
-        HereBlosc.from_dict(codec.to_dict()) if isinstance(codec, BloscCodec) else codec
+        InlineBlosc.from_dict(codec.to_dict()) if isinstance(codec, BloscCodec) else codec
         for codec in array.metadata.codecs
     )
     metadata = dataclasses.replace(array.metadata, codecs=own)

@@ -31,7 +31,7 @@ ZarrGroup = Any
 is an array or another group."""
 
 ZarrArray = Any
-"""A `zarr.Array`, likewise."""
+"""A `zarr.Array`, for the same reason."""
 
 FORMAT = 1
 """The version of this layout. A reader refuses a higher one."""

@@ -31,14 +31,14 @@ class CallLog:
 
     Attributes:
         history: losses and fingerprints.
-        hypers: learning rates and the like, by the step from which on they were others.
+        hypers: learning rates and the like, by the step from which they apply.
     """
 
     def __init__(self, history: History, hypers: Mapping[int, np.ndarray] | None = None) -> None:
         self.history, self.hypers = history, dict(hypers or {})
 
     def add(self, results: Results, hypers: np.ndarray) -> None:
-        """Take in a call."""
+        """Add a call."""
         first = results.first_step
         self.history.add({"loss": results.scalars["loss"]})
         self.history.add_fingerprint(first, results.steps, results.fingerprint)
@@ -70,7 +70,7 @@ class CallLog:
 
 
 class PastCalls:
-    """The calls of a training model again, from a file on.
+    """The calls of a training model, run again from a saved file on.
 
     Args:
         options: the options of the model.
@@ -135,7 +135,7 @@ class PastCalls:
     def replay(
         self, program: TrainingProgram, form: CallForm, calls: Iterable[Any], observe: Observe
     ) -> Replay:
-        """Run calls up to the one of the step."""
+        """Run the calls up to the one that contains the step."""
         recorded, log = recorded_by(program.journal), self._log
         if log is not None:
             recorded.add_history(log.history)

@@ -100,15 +100,29 @@ def _makers_of(original: type) -> set[str]:
 
 
 def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
+    """A subclass of a module's class whose instances ask the owners of their weights first."""
+    return _class_like(original)(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_tailrace_original": original,
+            "_tailrace_owners": owners,
+            **_reading_members(original, owners),
+            **_restructuring_members(original, owners),
+        },
+    )
+
+
+def _reading_members(original: type, owners: tuple[Any, ...]) -> dict[str, Any]:
+    """The members of a class by which weights are read."""
+
     # For every read of a weight: an owner whose weights have not changed since returns at once.
     def before_reading() -> None:
         for owner in owners:
             owner._refresh()
-
-    def before_restructuring() -> None:
-        for owner in owners:
-            owner._refresh()
-            owner._note_restructuring()
 
     def refreshed(name: str) -> property:
         def read(self: torch.nn.Module) -> Any:
@@ -132,6 +146,31 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
                 return getattr(owner, name)
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
+    def reduce(self: torch.nn.Module, protocol: SupportsIndex) -> Any:
+        before_reading()
+        made: Any = super(type(self), self).__reduce_ex__(protocol)
+        if made[1] != (type(self),):
+            return made  # the class has its own way
+        return (object.__new__, (original,), *made[2:])  # copies are of the original class
+
+    return {
+        # Properties: `state_dict`, `named_parameters` and the like read these dicts, and not
+        # through `__getattr__`.
+        "_parameters": refreshed("_parameters"),
+        "_buffers": refreshed("_buffers"),
+        "__getattr__": getattribute,
+        "__reduce_ex__": reduce,
+    }
+
+
+def _restructuring_members(original: type, owners: tuple[Any, ...]) -> dict[str, Any]:
+    """The members of a class by which submodules and parameters are added, replaced or removed."""
+
+    def before_restructuring() -> None:
+        for owner in owners:
+            owner._refresh()
+            owner._note_restructuring()
+
     def set_attribute(self: torch.nn.Module, name: str, value: object) -> None:
         # Through `__dict__`: `self._modules` by attribute would be a read, and ask the device.
         here = self.__dict__["_modules"].get(name)
@@ -154,31 +193,9 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             before_restructuring()
         original.__delattr__(self, name)  # type: ignore[misc]
 
-    def reduce(self: torch.nn.Module, protocol: SupportsIndex) -> Any:
-        before_reading()
-        made: Any = super(type(self), self).__reduce_ex__(protocol)
-        if made[1] != (type(self),):
-            return made  # the class has its own way
-        return (object.__new__, (original,), *made[2:])  # copies are of the original class
-
-    return _class_like(original)(
-        original.__name__,
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_tailrace_original": original,
-            "_tailrace_owners": owners,
-            # Properties: `state_dict`, `named_parameters` and the like read these dicts, and not
-            # through `__getattr__`.
-            "_parameters": refreshed("_parameters"),
-            "_buffers": refreshed("_buffers"),
-            "__getattr__": getattribute,
-            "__setattr__": set_attribute,
-            "__delattr__": delete,
-            "register_parameter": register_parameter,
-            "add_module": add_module,
-            "__reduce_ex__": reduce,
-        },
-    )
+    return {
+        "__setattr__": set_attribute,
+        "__delattr__": delete,
+        "register_parameter": register_parameter,
+        "add_module": add_module,
+    }

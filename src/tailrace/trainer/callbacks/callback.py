@@ -81,7 +81,7 @@ def listens(callback: Callback) -> bool:
     return _overrides(callback, "on_step_end") or _overrides(callback, "on_execution_end")
 
 
-def tell(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
+def notify(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
     """Call all callbacks for an execution, and for each step if they override that method."""
     for callback in callbacks:
         with calling(callback):

@@ -99,7 +99,7 @@ class CSVLogger(Callback):
         """Do not create the file yet: until the first row the fit may still be resumed."""
         self._write()
         again = self._end - trainer.step  # rows that come again, after the state was set back
-        # The file goes on if its rows reach this step: the same training continues. Any other fit
+        # The file is continued if its rows reach this step: the same training continues. Any other fit
         # starts a new file.
         if trainer.step and 0 <= again < self._written and self._path.exists():
             self._written, self._resumed = self._written - again, self._resumed or again > 0
@@ -223,7 +223,7 @@ class TensorBoard(Callback):
             raise MissingDependency(
                 "tr.callbacks.TensorBoard needs tensorboardX: pip install 'tailrace[tensorboard]'."
             ) from error
-        # What a killed process wrote beyond the checkpoint comes again, and is to be shown once.
+        # What a killed process wrote beyond the checkpoint comes again, and must be shown once.
         with _writing("TensorBoard", self._directory):
             self._writer = SummaryWriter(
                 str(self._directory), purge_step=trainer.step or None, flush_secs=_FLUSH_PERIOD

@@ -65,8 +65,8 @@ class OnSpike(Callback):
         window = check_count("window", window, at_least=1, error=OptionError)
         if least > window:
             raise OptionError(
-                f"least is at most window: with fewer steps than it there is no decision. Received: "
-                f"least={least}, window={window}."
+                f"least is at most window: with fewer steps than least, no spike is detected. "
+                f"Received: least={least}, window={window}."
             )
         self._window: deque[float] = deque(maxlen=window)
         self.spikes: list[Spike] = []

@@ -85,7 +85,7 @@ class CheckpointDirectory:
         return kept
 
     def _fits(self) -> Iterator[tuple[int, Path]]:
-        """The folders of fits, by number; a link is none, whatever it leads to."""
+        """The folders of fits, by number; links do not count."""
         if os.path.isdir(self.directory):
             for folder in self.directory.iterdir():
                 number = _FIT.fullmatch(folder.name)

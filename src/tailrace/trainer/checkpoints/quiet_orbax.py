@@ -36,7 +36,7 @@ def quiet_reading(path: Path) -> Iterator[None]:
 
 
 class _Unawaited(logging.Filter):
-    """Drops exceptions of asyncio that name a checkpoint whose read has failed, or goes on."""
+    """Drops asyncio exceptions that name a checkpoint whose read has failed, or is not over."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -92,14 +92,14 @@ class TakenUp:
 
 @dataclasses.dataclass(frozen=True)
 class FitParts:
-    """What of a running fit goes into its checkpoints.
+    """The parts of a running fit that its checkpoints contain.
 
     Attributes:
         feed: the feed that it reads from.
         callbacks: those that have a state keep it.
         journal: its history and records.
-        progress: how far it is.
-        pace: how long its executions are.
+        progress: its progress.
+        pace: the length of its executions.
     """
 
     feed: InfeedQueue
@@ -263,7 +263,7 @@ class Saving:
                 key=f"optimizer {self.directory} {now}",
             )
 
-    def go_on(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
+    def restore_position(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         taken.put_states(fit.callbacks)

@@ -20,13 +20,13 @@ class Explanation:
     """What XLA says about a compiled program. All sizes are bytes on one device.
 
     Attributes:
-        steps_per_execution: how many steps one dispatch runs.
+        steps_per_execution: the number of steps per dispatch.
         effective_batch_size: examples in a step, over all microbatches and replicas.
         parts: bytes by what they hold.
         peak_bytes: what XLA expects to hold at once.
         flops_per_step: floating-point operations of a step on one device, as XLA counts them, for
             all its microbatches. Of a loop of the model's own, XLA counts one pass.
-        compile_s: how long compiling took.
+        compile_s: the seconds that compiling took.
         decisions: sentences that say what was decided about the optimizer's state, and why.
         pipeline: what each stage costs, if there are stages.
         cause: why it was compiled: the first program of its form, another shape or length.

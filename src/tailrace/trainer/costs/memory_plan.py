@@ -16,7 +16,12 @@ from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import place_pipeline
 from tailrace.program.memory.activation_offload import HeldActivations, activations_on_host
 from tailrace.program.memory.host_memory import check_activations
-from tailrace.program.memory.optimizer_state import StateKeeping, check_options, decide
+from tailrace.program.memory.optimizer_state import (
+    StateKeeping,
+    check_options,
+    keep_state,
+    log_decisions,
+)
 from tailrace.program.running.placement import Placement
 from tailrace.trainer.random_keys import is_key
 
@@ -76,7 +81,7 @@ def plan_memory(
     keeping, held, decisions = None, None, ()
     # None asks to offload where it pays, which depends on the devices.
     if share or offload_state is not False:
-        keeping, decisions = decide(
+        kept = keep_state(
             forms,
             placement,
             taps,
@@ -85,6 +90,8 @@ def plan_memory(
             microbatches=microbatches,
             pipelined=pipelined,
         )
+        log_decisions(kept, requested=share or bool(offload_state))
+        keeping, decisions = None if kept.changes_nothing else kept, kept.decisions
     if offload_activations:
         held, said = activations_on_host(placement.device, pipelined, placement.local_replicas)
         decisions += said

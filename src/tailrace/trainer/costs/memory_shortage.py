@@ -101,7 +101,7 @@ def describe_shortage(
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     wanted = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", said)
     asked = f" when {wanted[1]} more were asked for" if wanted else ""
-    # What a user must know next: whether the same trainer can go on.
+    # What a user must know next: whether the same trainer can continue.
     kept = (
         f"The trainer is as it was before this execution, at step {engine.step}."
         if (_is_whole(engine) if survived is None else survived)

@@ -26,7 +26,7 @@ from tailrace.trainer.callbacks.callback import (
     Execution,
     calling,
     listens,
-    tell,
+    notify,
 )
 from tailrace.trainer.checkpoints.saving import FitParts, Saving, TakenUp
 from tailrace.trainer.engine import Engine
@@ -118,7 +118,7 @@ class Fit:
 
     @property
     def parts(self) -> FitParts:
-        """What of the fit goes into its checkpoints."""
+        """The parts of the fit that its checkpoints contain."""
         return FitParts(self.feed, self.callbacks, self.journal, self.progress, self.pace)
 
     @property
@@ -151,7 +151,7 @@ class Fit:
         signalled = dataclasses.replace(usual, stopped=lambda: self.interrupts.asked is not None)
         self.feed.patience = signalled
         try:
-            self.saving.go_on(self.parts, taken, self._dataset)
+            self.saving.restore_position(self.parts, taken, self._dataset)
         except WaitStopped:
             logger.info("A signal ended the skipping of elements that were used before.")
         finally:
@@ -173,7 +173,7 @@ class Fit:
         while not progress.reached(duration) and (
             not self.stopping or (self.asked is None and progress.steps > progress.epoch_start)
         ):
-            # Not where a fit was resumed in the middle of a pass: it goes on there.
+            # Not where a fit was resumed in the middle of a pass: it continues there.
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)
@@ -198,9 +198,9 @@ class Fit:
         """Train until exactly `until` steps of this fit are done.
 
         Args:
-            until: how many.
-            asked: how many of them the whole dataset should have had.
-            short: the message for a dataset that has not.
+            until: the number of steps.
+            asked: the number of them that the whole dataset should have had.
+            short: makes the message for a shorter dataset.
         """
         progress = self.progress
         while progress.steps < until and not self.stopping:
@@ -316,7 +316,7 @@ class Fit:
                 execution = Execution(results.first_step, results.steps, values)
                 # After the journal has the results: a callback may read `trainer.history` and
                 # records.
-                tell(self.callbacks, self.trainer, execution)
+                notify(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, results.scalars["loss"])
 
     def note_compilation(self, compilation: Compilation) -> None:

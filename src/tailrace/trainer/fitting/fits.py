@@ -132,8 +132,8 @@ class Fits:
                 microbatches = engine.accumulation.microbatches
                 journal.begin(engine.step, microbatches, engine.placement.replicas)
             else:
-                # Those of the fit before; the history goes on from the checkpoint, records from the run
-                # directory.
+                # Those of the previous fit; the history continues from the checkpoint, records from the
+                # run directory.
                 journal.records.clear()
                 self._pace.choose_as(taken.pace)
             self._running = call.prepare(trainer, engine, journal, self._pace)
@@ -147,7 +147,7 @@ class Fits:
                 engine.let_go(call.dataset, feed)
 
     def _pass_by(self, call: FitCall, position: Mapping[str, Any], passes: int) -> None:
-        """Bring a dataset to where a finished fit has left it: later fits go on from there.
+        """Bring a dataset to where a finished fit has left it: later fits continue from there.
 
         A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as
         often as before: it may have another order each time.

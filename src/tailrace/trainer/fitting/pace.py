@@ -60,7 +60,7 @@ class Pace:
 
     @property
     def _most_by_reason(self) -> dict[str, int]:
-        """The most steps that each limit allows; time is none of them."""
+        """The most steps that each limit allows; the limits do not include time."""
         limits = {
             f"memory of elements, {size_text(self.most_bytes)}": (
                 self.most_bytes // max(1, self.bytes_per_step)

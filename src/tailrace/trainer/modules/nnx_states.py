@@ -16,7 +16,7 @@ from tailrace.trainer.modules.binding import Binding
 
 
 class NnxStateBinding(Binding):
-    """The values of a state; of the model state too, where that is one."""
+    """The values of a state of parameters, and of the model state if it is an `nnx.State` too."""
 
     returns_state = True
 
@@ -31,7 +31,7 @@ class NnxStateBinding(Binding):
             )
 
     def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
-        """States of variables."""
+        """The arguments of the user's function: states of variables."""
         first = self.shown_params(params)
         return (first,) if self.model_state is None else (first, self.shown_state(state))
 
@@ -40,7 +40,7 @@ class NnxStateBinding(Binding):
         return nnx.to_pure_dict(returned) if isinstance(returned, nnx.State) else returned
 
     def model(self, params: Tree, state: Tree) -> Any:
-        """The parameters: the module is in the hands of the user."""
+        """The parameters: the user has the module itself."""
         return self.shown_params(params)
 
     def shown_params(self, params: Tree) -> Any:

@@ -109,7 +109,7 @@ class Journal:
         """
         self.records.runs.begin()
         # `begin` clears the flag: a second `open` without one belongs to the same fit, whose
-        # records go on.
+        # records continue.
         goes_on, self._is_open = self._is_open, True
         try:
             with (
@@ -121,7 +121,7 @@ class Journal:
             self.records.runs.end()
 
     def began(self, ready: jax.Array, dispatches: int = 1) -> None:
-        """Take in that an execution was dispatched, in parts; `ready` is ready at its end."""
+        """Note that an execution was dispatched, in parts; `ready` is ready at its end."""
         if self._times is not None:
             self._times.began(ready, dispatches)
 
@@ -181,7 +181,7 @@ class Journal:
         self.training_goes_on()
 
     def add_compilation(self, compilation: Compilation) -> None:
-        """Take in that a program was compiled."""
+        """Add a compilation."""
         self.compilations.append(compilation)
         if self.sink is not None:
             self.sink.compilation(dataclasses.asdict(compilation))

@@ -163,7 +163,10 @@ class LoggedValues:
             found[RATE] = next(iter(rates.values()))
         else:  # an optimizer of several parts has a rate for each
             found.update(
-                {f"{RATE}/{part}": rates[name] for name, part in _told_apart(list(rates)).items()}
+                {
+                    f"{RATE}/{part}": rates[name]
+                    for name, part in _distinct_parts(list(rates)).items()
+                }
             )
         return found
 
@@ -215,10 +218,10 @@ def _has_rate(engine: Engine) -> bool:
     return any(path_name(path).endswith("hyperparams/learning_rate") for path, _ in paths)
 
 
-def _told_apart(names: list[str]) -> dict[str, str]:
+def _distinct_parts(names: list[str]) -> dict[str, str]:
     """The parts of paths by which they differ: those that all paths share say nothing.
 
-    >>> _told_apart(["opt_state/0/learning_rate", "opt_state/1/learning_rate"])
+    >>> _distinct_parts(["opt_state/0/learning_rate", "opt_state/1/learning_rate"])
     {'opt_state/0/learning_rate': '0', 'opt_state/1/learning_rate': '1'}
     """
     if not names:

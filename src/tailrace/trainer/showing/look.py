@@ -11,7 +11,7 @@ from tailrace.trainer.showing.summary import summarise
 
 def trainer_text(engine: Engine, history: History, records: Records) -> str:
     """A trainer in a line or two."""
-    facts = trainer_facts(engine, history, records)
+    facts = trainer_facts(engine, records)
     first = ", ".join(f"{value} {name}" if name else value for name, value in facts)
     lines = [f"Trainer({first})"]
     if len(history):
@@ -22,7 +22,7 @@ def trainer_text(engine: Engine, history: History, records: Records) -> str:
 
 def trainer_html(engine: Engine, history: History, records: Records) -> str:
     """The same as tables: what is trained, how far it is, and its curves."""
-    rows = [(name or "model", value) for name, value in trainer_facts(engine, history, records)]
+    rows = [(name or "model", value) for name, value in trainer_facts(engine, records)]
     parts = [f"<b>Trainer</b>{html_table((), rows)}"]
     if len(history):
         parts.append(history._repr_html_())
@@ -33,8 +33,8 @@ def trainer_html(engine: Engine, history: History, records: Records) -> str:
     return "".join(parts)
 
 
-def trainer_facts(engine: Engine, history: History, records: Records) -> list[tuple[str, str]]:
-    """What a trainer is, as (name, value)."""
+def trainer_facts(engine: Engine, records: Records) -> list[tuple[str, str]]:
+    """The description of a trainer, as (name, value)."""
     pipeline = engine.pipeline
     summary = summarise(engine)
     fn = engine.step_function.loss_fn

@@ -26,7 +26,7 @@ class Part:
 
     Attributes:
         name: the scope, or the parameter.
-        count: how many values.
+        count: the number of values.
         nbytes: their size in bytes.
         form: dtype and shape of a parameter; how many parameters a scope has.
     """
@@ -43,7 +43,7 @@ class Summary:
 
     Attributes:
         parts: the parameters by scope.
-        parameters: how many numbers are trained.
+        parameters: the number of trained values.
         memory: bytes by what they hold: parameters, optimizer state, model state.
         flops_per_step: floating-point operations of the matrix products and convolutions of a step,
             over all microbatches and replicas; None before the form of a batch is known.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class GradientCaptureContext:
-    """Gradients computed inside leave those of captured values here. Not inside a pipeline.
+    """Collects the gradients of captured values that are computed inside it. Not inside a pipeline.
 
     Make it inside the program, which is traced more than once.
 

@@ -30,17 +30,17 @@ class ALSOptimizer(IpuOptimizer):
 
     Args:
         opt: the optimizer inside.
-        initial_loss_scaling_factor: the scale at first, a power of two.
-        update_frequency: after how many updates the scale is adapted.
+        initial_loss_scaling_factor: the initial scale, a power of two.
+        update_frequency: the number of updates between adaptations of the scale.
         increase_factor: the factor by which it grows or shrinks, a power of two.
         max_loss_scaling_factor: it stays below this, a power of two.
         accumulate_statistics_over_update_period: whether every update counts, or only those in which
             the scale is adapted.
         ratio_threshold: the share of large gradients above which the scale shrinks.
         captured_grads_only: refused: gradients are not captured here.
-        lpf_alpha: how much of the statistics is kept when new ones come.
-        histogram_bin_edge: the size from which a gradient counts as large.
-        name: what it is called.
+        lpf_alpha: the weight of the previous statistics when new ones are added.
+        histogram_bin_edge: the magnitude from which a gradient value counts as large.
+        name: its name.
 
     Raises:
         IPUValueError: an argument has a value it may not have.
@@ -116,37 +116,37 @@ class ALSOptimizer(IpuOptimizer):
         made = prepared(kept(), "scaling", make)
         self._scale, self._before, self._counter, self._histogram = made
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
 
     @property
     def loss_scaling_factor(self) -> Any:
-        """The scale now."""
+        """The current scale."""
         return self._scale.value()
 
     @property
     def previous_loss_scaling_factor(self) -> Any:
-        """The scale before it changed last."""
+        """The scale before its last change."""
         return self._before.value()
 
     @property
     def update_counter(self) -> Any:
-        """How many updates there were since the scale was looked at last."""
+        """The number of updates since the scale was last adapted."""
         return self._counter.value()
 
     @property
     def histogram(self) -> Any:
-        """How many gradients were small, and how many large."""
+        """The numbers of small and of large gradient values."""
         return self._histogram.value()
 
     @property
     def normalized_histogram(self) -> Any:
-        """The share of either."""
+        """The fractions of small and of large gradient values."""
         counts = self.histogram
         return counts / jnp.maximum(jnp.sum(counts), 1)
 
     @property
     def decrease_factor(self) -> float:
-        """What the scale is multiplied by when it shrinks."""
+        """The factor by which the scale shrinks."""
         return 1 / self.increase_factor
 
     def reset(self) -> None:
@@ -189,7 +189,7 @@ class ALSOptimizer(IpuOptimizer):
         pairs = list(grads_and_vars)
         scale, number = self.loss_scaling_factor, self.update_counter
         halves = [grad for grad, _ in pairs if grad is not None and grad.dtype == jnp.float16]
-        # As in the original, the first update is not one of them, unless each is.
+        # As in the original, the scale is not adapted in the first update, unless it is in each.
         due = jnp.asarray(self.update_frequency == 1) | (
             (number > 0) & (number % self.update_frequency == 0)
         )
@@ -203,11 +203,11 @@ class ALSOptimizer(IpuOptimizer):
         ]
         done = super().apply_gradients(unscaled, global_step, name)
         self._counter.assign(number + 1)
-        run_if(due, self._look_again)
+        run_if(due, self._adapt)
         return done
 
     def _counted(self, grads: list[Any]) -> Any:
-        """How many are small and how many large, over all replicas."""
+        """The numbers of small and of large values, over all replicas."""
         # Not `abs > edge`: NaN counts as large, so that a scale that overflows shrinks.
         large = sum(
             (jnp.sum(~(jnp.abs(g) <= self.histogram_bin_edge)) for g in grads), jnp.int32(0)
@@ -219,7 +219,7 @@ class ALSOptimizer(IpuOptimizer):
     def _mixed(self, counts: TensorLike) -> Any:
         return self.lpf_alpha * self.histogram + (1 - self.lpf_alpha) * counts
 
-    def _look_again(self) -> None:
+    def _adapt(self) -> None:
         scale, counts = self.loss_scaling_factor, self.histogram
         ratio = counts[1] / jnp.maximum(jnp.sum(counts), 1)
         wanted = jnp.where(
@@ -243,7 +243,7 @@ class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
         replicated_optimizer_state_sharding: noted, likewise.
         dtype: the dtype of accumulators: None, a dtype, or a function of the variable.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
-        name: what it is called.
+        name: its name.
 
     Raises:
         IPUValueError: `als_optimizer` is not an ALSOptimizer, or `num_mini_batches` is not positive.

@@ -125,7 +125,7 @@ def _malt() -> Any:
                 ours = found["ag__"]
                 # Replaced in the module that rewritten code sees as `ag__`, after the library has
                 # made its own.
-                for name, operator in _operators(variables).items():
+                for name, operator in _Operators(variables).by_name().items():
                     setattr(ours, name, operator)
             return self._extra_locals
 
@@ -147,29 +147,51 @@ def _malt() -> Any:
     return Rewriter()
 
 
-def _operators(variables: types.ModuleType) -> dict[str, Any]:
-    """What rewritten code calls, by the names that it calls it by."""
+class _Operators:
+    """What rewritten code calls for statements that the device may decide.
 
-    def is_missing(value: TensorLike) -> bool:
-        return isinstance(value, variables.Undefined | variables.UndefinedReturnValue)
+    Args:
+        variables: the library's module of variables without a value.
+    """
 
-    def symbols(
+    def __init__(self, variables: types.ModuleType) -> None:
+        self._missing = (variables.Undefined, variables.UndefinedReturnValue)
+
+    def by_name(self) -> dict[str, Any]:
+        """The functions, by the names that rewritten code calls."""
+        return {
+            "for_stmt": self.for_stmt,
+            "while_stmt": self.while_stmt,
+            "if_stmt": self.if_stmt,
+            "if_exp": self.if_exp,
+            "and_": _both(jnp.logical_and, bool),
+            "or_": _both(jnp.logical_or, lambda value: not value),
+            "not_": lambda value: jnp.logical_not(value) if is_device_value(value) else not value,
+            "converted_call": converted_call,
+        }
+
+    def _is_missing(self, value: TensorLike) -> bool:
+        return isinstance(value, self._missing)
+
+    def _symbols(
+        self,
         names: Sequence[str],
         get_state: Read,
         set_state: Write,
         count: int | None = None,
     ) -> Symbols:
         if count is None or count == len(names):
-            return Symbols(names, get_state, set_state, is_missing)
+            return Symbols(names, get_state, set_state, self._is_missing)
         rest = get_state()[count:]  # used before it only, so not carried
         return Symbols(
             names[:count],
             lambda: get_state()[:count],
             lambda values: set_state((*values, *rest)),
-            is_missing,
+            self._is_missing,
         )
 
     def for_stmt(
+        self,
         iter_: Iterable[Any],
         extra_test: Callable[..., Any],
         body: Callable[..., Any],
@@ -180,7 +202,7 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
     ) -> None:
         # Outside of a program an array is iterated by Python, row by row.
         if current() is not None and isinstance(iter_, jax.Array | loops.Range):
-            loops.for_loop(iter_, body, symbols(names, get_state, set_state), extra_test)
+            loops.for_loop(iter_, body, self._symbols(names, get_state, set_state), extra_test)
             return
         if extra_test is not None and not extra_test():
             return
@@ -190,6 +212,7 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
                 break
 
     def while_stmt(
+        self,
         test: Callable[..., Any],
         body: Callable[..., Any],
         get_state: Read,
@@ -202,13 +225,14 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
         while True:
             wanted = test()
             if is_device_value(wanted):
-                loops.while_loop(test, body, symbols(names, get_state, set_state))
+                loops.while_loop(test, body, self._symbols(names, get_state, set_state))
                 return
             if not wanted:
                 return
             body()
 
     def if_stmt(
+        self,
         cond: TensorLike,
         body: Callable[..., Any],
         orelse: Callable[..., Any],
@@ -218,39 +242,28 @@ def _operators(variables: types.ModuleType) -> dict[str, Any]:
         nouts: int,
     ) -> None:
         if is_device_value(cond):
-            branch(cond, body, orelse, symbols(names, get_state, set_state, nouts))
+            branch(cond, body, orelse, self._symbols(names, get_state, set_state, nouts))
         elif cond:
             body()
         else:
             orelse()
 
     def if_exp(
-        cond: TensorLike, if_true: Callable[..., Any], if_false: Callable[..., Any], _: object
+        self, cond: TensorLike, if_true: Callable[..., Any], if_false: Callable[..., Any], _: object
     ) -> Any:
         if is_device_value(cond):
             return either(cond, lambda: [if_true()], lambda: [if_false()])[0]
         return if_true() if cond else if_false()
 
-    return {
-        "for_stmt": for_stmt,
-        "while_stmt": while_stmt,
-        "if_stmt": if_stmt,
-        "if_exp": if_exp,
-        "and_": _both(jnp.logical_and, bool),
-        "or_": _both(jnp.logical_or, lambda value: not value),
-        "not_": lambda value: jnp.logical_not(value) if is_device_value(value) else not value,
-        "converted_call": converted_call,
-    }
 
-
-def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Callable[..., Any]:
+def _both(function: Callable[..., Any], continues: Callable[[Any], bool]) -> Callable[..., Any]:
     """`and` and `or`: of the device, both sides are computed."""
 
     def operator(a: Callable[[], Any], b: Callable[[], Any]) -> Any:
         first = a()
         if is_device_value(first):
             return function(first, b())
-        return b() if goes_on(first) else first
+        return b() if continues(first) else first
 
     return operator
 

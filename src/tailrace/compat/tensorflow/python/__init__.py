@@ -1,4 +1,4 @@
-"""`tensorflow.python`: the modules inside of TensorFlow that programs of the originals import from.
+"""`tensorflow.python`: the modules inside TensorFlow that IPU programs import from.
 
 `tensorflow.python.ipu` is `tailrace.compat.ipu`; `tensorflow.python.keras` is `tensorflow.keras`;
 modules of operations (`tensorflow.python.ops.math_ops`) have what is at the top.
