@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import random
 import re
 import shutil
@@ -428,6 +429,16 @@ def test_an_interrupt_before_it_serves_ends_it_without_a_word(made, moment, monk
         if moment == "announced":
             signal.raise_signal(signal.SIGINT)
 
+    class Handler(logging.Handler):
+        """As that of absl, which closes the file it writes to."""
+
+        closed = False
+
+        def close(self):
+            self.closed = True
+            super().close()
+
+    handler = Handler()
     if moment == "making its loop":
         monkeypatch.setattr(asyncio.events, "new_event_loop", interrupted)
     before = signal.getsignal(signal.SIGINT)
@@ -437,6 +448,7 @@ def test_an_interrupt_before_it_serves_ends_it_without_a_word(made, moment, monk
         pytest.fail("the interrupt was raised")
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr() == ("", "")
+    assert not handler.closed
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import types
 
 import numpy as np
 import pytest
@@ -97,7 +99,8 @@ def test_a_slow_reader_keeps_no_writer_out_and_a_writer_is_refused_at_once(tmp_p
         if len(pauses) == 50:  # it had no core for a second
             fcntl.flock(looking, fcntl.LOCK_UN)
 
-    monkeypatch.setattr(lock.time, "sleep", paused)
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=paused)
+    monkeypatch.setattr(lock, "time", clock)
     with RunWriter(tmp_path).fitting({"catalogue": []}):
         assert len(pauses) == 50
         with pytest.raises(tr.errors.RunError, match=f"is being written .process {os.getpid()}"):

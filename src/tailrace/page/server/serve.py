@@ -75,6 +75,7 @@ def serve(
     # Quiet, since the terminal shows the address; a second is enough for open streams to end.
     config = uvicorn.Config(
         app,
+        log_config=None,  # its own would close every handler of the process, with their files
         log_level="error",
         access_log=False,
         lifespan="off",
