@@ -269,6 +269,7 @@ def test_the_doctor_lists_every_probe():
 
 def test_the_doctor_does_not_import_tensorflow(monkeypatch):
     """Which would take as long as Keras itself: Keras asks it about every value it describes."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
     keras = pytest.importorskip("keras")
     names, asked = keras.saving.serialize_keras_object.__globals__, []
     lazy = type(names["tf"])("tensorflow")  # one that has not been asked yet
