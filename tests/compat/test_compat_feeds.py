@@ -434,3 +434,12 @@ def test_printing_from_a_program(capfd):
     printed = capfd.readouterr().err
     assert "v" in printed
     assert "2" in printed
+
+
+def test_the_number_of_arguments_is_known_before_the_dataset_is_opened():
+    real = pytest.importorskip("tensorflow")
+    numbers = real.data.Dataset.from_tensor_slices(np.float32([1, 2]))
+    forms = {1: lambda x: x, 2: lambda x: {"a": x, "b": x}, 3: lambda x: (x, {"a": x}, x)}
+    for count, form in forms.items():
+        queue = ipu.ipu_infeed_queue.IPUInfeedQueue(numbers.map(form))
+        assert queue.number_of_tuple_elements == count

@@ -301,6 +301,22 @@ def test_what_an_optimizer_function_returns_for_keras():
         OptimizerFunctionOutput(opt, 1.0)
     with pytest.raises(ValueError, match="tape may not be used when"):
         OptimizerFunctionOutput(opt, 1.0, variables=[variable], tape=GradientTape())
+    with pytest.raises(TypeError, match="tape must be a GradientTape"):
+        OptimizerFunctionOutput(opt, 1.0, tape=3)
+
+
+def test_an_output_keeps_its_arguments():
+    """Under the names of the original, which its wrappers read."""
+    given = {
+        "compute_gradients_args": (1,),
+        "compute_gradients_kwargs": {"a": 2},
+        "apply_gradients_args": (3,),
+        "apply_gradients_kwargs": {"b": 4},
+    }
+    output = OptimizerFunctionOutput(optax.sgd(1.0), 1.0, **given)
+    assert {name: getattr(output, name) for name in given} == given
+    for name in ("variables", "tape", "gradient_capture_context", "captured_gradient_outfeed"):
+        assert getattr(output, name) is None
 
 
 @pytest.mark.parametrize("name", ["convolution_options", "matmul_options", "slice_options"])

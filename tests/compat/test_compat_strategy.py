@@ -168,15 +168,18 @@ def test_a_queue_of_the_original_in_a_layer(capsys):
     assert "Epoch 2 - Summary Stats" in printed
 
 
-def test_a_pipeline_in_a_device_function():
+@pytest.mark.parametrize("which", ["ipu", "tensorflow"])
+def test_a_pipeline_in_a_device_function(which):
     use(2)
+    from tailrace.compat import tensorflow
     from tailrace.compat.ipu import pipelining_ops
 
+    tapes = {"ipu": ipu, "tensorflow": tensorflow}
     w = keras.Variable(2.0)
     optimizer, losses = keras.optimizers.SGD(0.5), ipu_outfeed_queue.IPUOutfeedQueue()
 
     def optimizer_function(loss):
-        with ipu.GradientTape() as tape:
+        with tapes[which].GradientTape() as tape:
             tape.watch(w)
         return pipelining_ops.OptimizerFunctionOutput(optimizer, loss, tape=tape)
 

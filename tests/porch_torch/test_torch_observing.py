@@ -237,6 +237,8 @@ def test_printing_forward_and_backward(capfd):
     assert not capfd.readouterr().err
     with pytest.raises(tr.TailraceError, match="prints a tensor. Received: int"):
         tt.print_tensor(3)
+    with pytest.raises(tr.errors.OptionError, match="float_format is one of"):
+        tt.print_tensor(torch.ones(1), float_format="octal")  # also outside of a model
 
 
 def test_stop_on_nonfinite_keeps_the_weights():

@@ -269,14 +269,16 @@ def test_the_doctor_lists_every_probe():
 
 def test_the_doctor_does_not_import_tensorflow(monkeypatch):
     """Which would take as long as Keras itself: Keras asks it about every value it describes."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
     keras = pytest.importorskip("keras")
-    lazy = keras.saving.serialize_keras_object.__globals__["tf"]
-    asked = []
-    monkeypatch.setattr(lazy, "_available", None)
+    names, asked = keras.saving.serialize_keras_object.__globals__, []
+    lazy = type(names["tf"])("tensorflow")  # one that has not been asked yet
+    monkeypatch.setitem(names, "tf", lazy)
     monkeypatch.setattr(type(lazy), "initialize", lambda self: asked.append(self.name))
     assert all(holds for _, holds in doctor.diagnose().seams["Keras"].values())
     assert asked == []
-    assert lazy._available is None  # Keras asks again when it has to
+    assert lazy.available  # Keras still asks when it has to
+    assert asked == ["tensorflow"]
 
 
 def test_a_front_end_that_cannot_be_imported_is_a_problem(monkeypatch):

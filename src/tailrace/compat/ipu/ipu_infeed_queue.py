@@ -135,7 +135,9 @@ class IPUInfeedQueue:
     @property
     def number_of_tuple_elements(self) -> int:
         """How many arguments one element supplies."""
-        args, kwargs = arguments_of(self.queue().spec().tree())
+        # A dataset of TensorFlow says it before it is opened.
+        spec = getattr(self.dataset, "element_spec", None)
+        args, kwargs = arguments_of(self.queue().spec().tree() if spec is None else spec)
         return len(args) + len(kwargs)
 
     # -- what programs use ----------------------------------------------------------------------

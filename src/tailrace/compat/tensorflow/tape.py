@@ -94,9 +94,14 @@ class GradientTape:
         for leaf in leaves(tensor):
             self._watched[id(leaf)] = leaf
 
+    @property
+    def watched(self) -> list[Any]:
+        """The variables that were named."""
+        return [leaf for leaf in self._watched.values() if is_variable(leaf)]
+
     def watched_variables(self) -> tuple[Any, ...]:
         """The variables watched: those named, or all trainable ones that were read."""
-        named = [leaf for leaf in self._watched.values() if is_variable(leaf)]
+        named = self.watched
         if not self._watches:
             return tuple(named)
         read = [v for v, _ in self._read.values() if getattr(v, "trainable", False)]

@@ -215,7 +215,7 @@ def _handed_over(port: int) -> socket.socket | None:
         return None
     try:
         server = socket.socket(fileno=int(number))
-    except OSError:  # closed by somebody
+    except OSError:  # the script has closed it
         return None
     if server.getsockname()[1:2] != (port,):
         server.detach()  # not ours to close

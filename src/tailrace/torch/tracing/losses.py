@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from tailrace.errors import OptionError, ProgramError
+from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Jaxpr
 from tailrace.jaxprs.operations import keeps_value, stops_gradient
+from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
 from tailrace.torch.tracing.watch import current_watch
 
@@ -59,7 +60,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
         reduction: "sum", "mean" or "none".
 
     Raises:
-        OptionError: there is no such reduction.
+        UsageError: there is no such reduction.
 
     >>> import torch
     >>> import tailrace.torch as tt
@@ -74,7 +75,7 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
         # A value of its own: marking `x` itself would mark it wherever else it is used.
         out = x.clone()
     else:
-        raise OptionError(
+        raise UsageError(
             f"Unsupported reduction type! The reduction of a loss is 'sum', 'mean' or 'none'. "
             f"Received: reduction={reduction!r}."
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tailrace.errors import ProgramError
+from tailrace.records.array_text import PrintOptions
 from tailrace.records.print_tensor import print_tensor as print_array
 from tailrace.torch.tracing.watch import current_watch, is_traced
 
@@ -44,6 +45,7 @@ def print_tensor(
 
     Raises:
         ProgramError: it is not a tensor.
+        OptionError: an option of the text has an invalid value.
 
     >>> import torch
     >>> import tailrace.torch as tt
@@ -55,21 +57,20 @@ def print_tensor(
             f"print_tensor prints a tensor. Received: {type(tensor).__name__}. Call it for each "
             f"tensor of a container."
         )
+    options: dict[str, Any] = {
+        "summarise_threshold": summarise_threshold,
+        "edge_items": edge_items,
+        "max_line_width": max_line_width,
+        "digits": digits,
+        "float_format": float_format,
+        "separator": separator,
+        "open_bracket": open_bracket,
+        "close_bracket": close_bracket,
+    }
+    PrintOptions(**options)  # refused also where nothing is printed
     watch = current_watch()
     if watch is None or not is_traced(tensor):
         return tensor
     traced: Any = tensor
-    shown = print_array(
-        traced.jax(),
-        title or watch.module or "tensor",
-        print_gradient,
-        summarise_threshold=summarise_threshold,
-        edge_items=edge_items,
-        max_line_width=max_line_width,
-        digits=digits,
-        float_format=float_format,
-        separator=separator,
-        open_bracket=open_bracket,
-        close_bracket=close_bracket,
-    )
-    return watch.tensor(shown)
+    title = title or watch.module or "tensor"
+    return watch.tensor(print_array(traced.jax(), title, print_gradient, **options))

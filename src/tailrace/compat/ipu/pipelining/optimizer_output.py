@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from tailrace.compat.arguments import OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
-from tailrace.compat.ipu.graph.gradients import GradientTape
 from tailrace.compat.ipu.graph.update import as_optimizer, is_keras_optimizer
 from tailrace.data.array_like import TensorLike
 
@@ -51,7 +50,7 @@ class OptimizerFunctionOutput:
         apply_gradients_args: tuple[Any, ...] | None = None,
         apply_gradients_kwargs: dict[str, Any] | None = None,
         variables: Sequence[VariableLike] | None = None,
-        tape: GradientTape | None = None,
+        tape: Any = None,
         gradient_capture_context: object = None,
         captured_gradient_outfeed: object = None,
     ) -> None:
@@ -63,11 +62,18 @@ class OptimizerFunctionOutput:
             raise IPUTypeError(
                 f"OptimizerFunctionOutput.loss must be a tensor. Received: {type(loss).__name__}."
             ) from None
-        self.compute_args = _checked(compute_gradients_args, tuple, "compute_gradients_args")
-        self.compute_kwargs = _checked(compute_gradients_kwargs, dict, "compute_gradients_kwargs")
-        self.apply_args = _checked(apply_gradients_args, tuple, "apply_gradients_args")
-        self.apply_kwargs = _checked(apply_gradients_kwargs, dict, "apply_gradients_kwargs")
+        self.compute_gradients_args = _checked(
+            compute_gradients_args, tuple, "compute_gradients_args"
+        )
+        self.compute_gradients_kwargs = _checked(
+            compute_gradients_kwargs, dict, "compute_gradients_kwargs"
+        )
+        self.apply_gradients_args = _checked(apply_gradients_args, tuple, "apply_gradients_args")
+        self.apply_gradients_kwargs = _checked(
+            apply_gradients_kwargs, dict, "apply_gradients_kwargs"
+        )
         self.variables, self.tape = variables, tape
+        self.gradient_capture_context = self.captured_gradient_outfeed = None
         # The original's classes of Keras optimizers have no `compute_gradients`, and so other
         # arguments.
         self._check(is_keras_optimizer(opt))
@@ -78,7 +84,7 @@ class OptimizerFunctionOutput:
             )
 
     def _check(self, keras: bool) -> None:
-        given = bool(self.compute_args or self.compute_kwargs)
+        given = bool(self.compute_gradients_args or self.compute_gradients_kwargs)
         if keras and given:
             raise IPUValueError(
                 "OptimizerFunctionOutput.compute_gradients_args and compute_gradients_kwargs may not "
@@ -89,7 +95,7 @@ class OptimizerFunctionOutput:
                 "OptimizerFunctionOutput.variables may only be used with OptimizerV2."
             )
         if self.tape is not None:
-            if not isinstance(self.tape, GradientTape):
+            if not hasattr(self.tape, "watched"):  # both have it: `ipu.GradientTape`, and `tf`'s
                 raise IPUTypeError("OptimizerFunctionOutput.tape must be a GradientTape.")
             if not keras:
                 raise IPUValueError(
@@ -120,7 +126,9 @@ class OptimizerFunctionOutput:
             wanted = self.tape.watched or None
         elif wanted is None:
             # The first positional argument of `compute_gradients` after the loss is `var_list`.
-            wanted = self.compute_kwargs.get("var_list", (*self.compute_args, None)[0])
+            wanted = self.compute_gradients_kwargs.get(
+                "var_list", (*self.compute_gradients_args, None)[0]
+            )
         if wanted is None:
             wanted = [var for var in seen if getattr(var, "trainable", False)]
         wanted = list(wanted)

@@ -236,7 +236,9 @@ class Training:
     def _apply(self, grads: Tree) -> None:
         pairs = list(zip(grads, self.trained, strict=True))
         output = self._output
-        self._opt.apply_gradients(pairs, *output.apply_args, **output.apply_kwargs)
+        self._opt.apply_gradients(
+            pairs, *output.apply_gradients_args, **output.apply_gradients_kwargs
+        )
 
     def _check_roles(self, ours: set[int]) -> None:
         # Stages run for each mini-batch, the optimizer once a step: a variable that both change
