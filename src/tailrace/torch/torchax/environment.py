@@ -28,13 +28,13 @@ from tailrace.torch.torchax.ops import attention, elementwise, norms, random_num
 from tailrace.torch.torchax.ops.compositions import (
     COMPOSITIONS,
     WRAPPED,
-    grid_sampler_3d,
     index_reduce,
     polygamma_in_place,
     scatter_reduce_of,
 )
 from tailrace.torch.torchax.ops.matrices import MATRICES
-from tailrace.torch.torchax.ops.pools import POOLS
+from tailrace.torch.torchax.ops.pools import DILATED, POOLS
+from tailrace.torch.torchax.ops.resizing import RESIZING
 from tailrace.torch.torchax.ops.special_functions import COMPOSED, SPECIAL
 from tailrace.torch.torchax.ops.tensors import MAKERS, tensor_from
 from tailrace.torch.torchax.refused_dtypes import refuse_mixed
@@ -70,6 +70,7 @@ def _first_of(
 
 ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.abs: elementwise.absolute,
+    aten.atan2: elementwise.angle,
     aten.celu: elementwise.celu,
     aten.clamp: elementwise.clamp,
     aten.clamp_max: elementwise.clamp_max,
@@ -81,14 +82,20 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.hardtanh: elementwise.hardtanh,
     aten.i0: elementwise.bessel_i0,
     aten.leaky_relu: elementwise.leaky_relu,
+    aten.logit: elementwise.logit,
     aten.mish: elementwise.mish,
     aten.remainder: elementwise.remainder,
     aten.selu: elementwise.selu,
     aten.softplus: elementwise.softplus,
+    aten.xlogy: elementwise.entropy,
 }
 """Lowerings by operation, for all its overloads; in-place forms are derived."""
 
 OTHERS: dict[Any, Callable[..., Any]] = {
+    # PyTorch's compositions write `flips & 1`; torchax's is of truth values.
+    aten.__and__: jnp.bitwise_and,
+    aten.__or__: jnp.bitwise_or,
+    aten.__xor__: jnp.bitwise_xor,
     aten._cdist_forward.default: norms.each_with_each,
     aten._pdist_forward.default: norms.each_pair,
     aten._safe_softmax.default: _safe_softmax,
@@ -110,11 +117,18 @@ OTHERS: dict[Any, Callable[..., Any]] = {
     torch.cdist: norms.each_with_each,
 }
 
-LOWERED = {**ELEMENTWISE, **OTHERS, **COMPOSITIONS, **MATRICES, **POOLS, **SPECIAL}
+LOWERED = {
+    **ELEMENTWISE,
+    **OTHERS,
+    **COMPOSITIONS,
+    **MATRICES,
+    **POOLS,
+    **RESIZING,
+    **SPECIAL,
+}
 """All lowerings that take and return arrays."""
 
 OF_TENSORS: dict[Any, Callable[..., Any]] = {
-    aten.grid_sampler_3d: grid_sampler_3d,
     aten.index_reduce: index_reduce,
     **COMPOSED,
 }
@@ -187,6 +201,8 @@ def make_environment() -> Any:
 
         def load_ops(self) -> None:
             super().load_ops()
+            # Theirs is for bicubic with two sizes alone; all that PyTorch composes it of is lowered.
+            self._ops.pop(functional.interpolate, None)
             # A copy: some lowerings of ours wrap torchax's, which are replaced in the table below.
             theirs = dict(self._ops)
             for func, run in LOWERED.items():
@@ -223,7 +239,12 @@ def make_environment() -> Any:
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
-            for func, change in {**WRAPPED, **SPREAD, aten.pow: elementwise.power_of}.items():
+            for func, change in {
+                **WRAPPED,
+                **SPREAD,
+                **DILATED,
+                aten.pow: elementwise.power_of,
+            }.items():
                 for one in [f for f in _with_overloads(func) if f in theirs]:
                     self._ops[one] = lowered(one, change(theirs[one].func))
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
