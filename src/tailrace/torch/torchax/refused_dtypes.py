@@ -209,8 +209,8 @@ def _check_classes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     shares = name == "cross_entropy" and target.is_floating_point()
     if target.dtype not in classes and not shares:
         raise RuntimeError(
-            f"Classes of {name} are of int64 or uint8. Received: {_shown(target.dtype)}. Cast them: "
-            f"target.long()."
+            f"Classes of {name} are of dtype int64 or uint8. Received: {_shown(target.dtype)}. Cast "
+            f"them: target.long()."
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != x.dtype:
         raise RuntimeError(_not_one(f"{name} with weight=", (x, weight)))
