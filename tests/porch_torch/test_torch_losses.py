@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_modules import line, training
+from small_modules import line, seeded, train_plainly, training
 from torch import nn
 from torch.nn import functional
 
@@ -105,3 +105,38 @@ def test_outside_of_a_model_it_only_reduces():
     with pytest.raises(tr.TailraceError, match="Unsupported reduction type!") as raised:
         tt.identity_loss(x, "median")
     assert isinstance(raised.value, AssertionError)  # which ported programs expect
+
+
+class Discriminator(nn.Module):
+    """Sees real and generated rows in one step; the two losses are added up."""
+
+    def __init__(self, marked=True):
+        super().__init__()
+        self.marked = marked
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, real, fake):
+        scores = [self.head(self.body(one)) for one in (real, fake)]
+        loss = nn.functional.binary_cross_entropy_with_logits
+        total = loss(scores[0], torch.ones(4, 1)) + loss(scores[1], torch.zeros(4, 1))
+        return scores[0], tt.identity_loss(total, reduction="none") if self.marked else total
+
+
+def test_a_discriminator_adds_up_two_losses_of_one_module():
+    module, plain = seeded(Discriminator)
+    real, fake = torch.randn(12, 3), torch.randn(12, 3)
+    model = tt.training_model(
+        module, torch.optim.SGD(module.parameters(), 0.1), device_iterations=3
+    )
+    model(real, fake)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    train_plainly(plain, optimizer, list(zip(real.split(4), fake.split(4), strict=True)))
+    for name, value in plain.state_dict().items():
+        assert_close(module.state_dict()[name].numpy(), value.numpy())
+
+
+def test_a_sum_that_is_not_marked_says_how():
+    model = tt.training_model(Discriminator(marked=False))
+    with pytest.raises(tr.TailraceError, match="tt.identity_loss.*real_loss \\+ fake_loss"):
+        model(torch.randn(4, 3), torch.randn(4, 3))

@@ -154,7 +154,9 @@ TEXTS = {
     ),
     "matmul has no booleans": lambda x: (x > 0) @ (x > 0),
     "cross_entropy is a function of floats": lambda x: F.cross_entropy(x.long(), PLACES),
-    r"Classes of nll_loss are of int64 or uint8\. Received: bool": lambda x: F.nll_loss(x, MASK),
+    r"Classes of nll_loss are of dtype int64 or uint8\. Received: bool": lambda x: F.nll_loss(
+        x, MASK
+    ),
     r"parameters of layer_norm have the dtype of its input": (
         lambda x: F.layer_norm(x, (3,), x[0].bfloat16())
     ),

@@ -1,4 +1,4 @@
-"""`.grad` of parameters that train on the device, where it stays None: whoever reads it is told.
+"""`.grad` of parameters that train on the device, where it stays None, and what reading it says.
 
 Clipping is PyTorch's loop over `p.grad`, as is a scaler's `unscale_`: without gradients both do
 nothing, and a training that should have been clipped is not. Those are refused; other readers get None

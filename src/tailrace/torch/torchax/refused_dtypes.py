@@ -1,8 +1,8 @@
 """Dtypes that PyTorch refuses next to each other, and JAX would promote.
 
 A product of float32 and bfloat16, or a float stored at an index of an integer tensor, is an error in
-PyTorch. Here it would run in a dtype that nobody has chosen. Integers of 32 and 64 bits cannot be told
-apart, nor can floats: both have 32 bits on the device.
+PyTorch. Here it would run in a dtype that the user has not chosen. Integers of 32 and 64 bits are not
+distinguished, nor are floats: both have 32 bits on the device.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def check_value(x: TensorLike, key: Index, value: TensorLike) -> None:
 
 def _check_parameters(name: str, args: Tree, kwargs: Tree) -> None:
     tensors = _tensors((args, kwargs))
-    kinds = {t.dtype for t in tensors[1:]}
+    kinds = {t.dtype for t in tensors[1:] if t.dim()}  # not the momentum
     narrow = tensors[0].dtype.itemsize == 2
     if kinds and kinds != {tensors[0].dtype} and not (narrow and kinds == {torch.float32}):
         raise RuntimeError(
@@ -209,8 +209,8 @@ def _check_classes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     shares = name == "cross_entropy" and target.is_floating_point()
     if target.dtype not in classes and not shares:
         raise RuntimeError(
-            f"Classes of {name} are of int64 or uint8. Received: {_shown(target.dtype)}. Cast them: "
-            f"target.long()."
+            f"Classes of {name} are of dtype int64 or uint8. Received: {_shown(target.dtype)}. Cast "
+            f"them: target.long()."
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != x.dtype:
         raise RuntimeError(_not_one(f"{name} with weight=", (x, weight)))

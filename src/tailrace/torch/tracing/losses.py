@@ -126,7 +126,8 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
     if len(final) != 1:
         raise ProgramError(
             f"Multiple independent losses found in graph. Graph must have one final loss. Wrap final "
-            f"graph loss in identity_loss: tt.identity_loss(total, reduction='mean'). Received: "
+            f"graph loss in identity_loss: tt.identity_loss(total, reduction='mean'), where total is "
+            f"computed from all of them, such as real_loss + fake_loss of a discriminator. Received: "
             f"{len(losses)} losses, of which {len(final)} feed into no other."
         )
     return final[0]

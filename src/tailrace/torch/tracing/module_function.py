@@ -32,6 +32,7 @@ from tailrace.torch.tracing.attributes import attributes_put_back
 from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.backward_hooks import refusals
 from tailrace.torch.tracing.blocks import Staging
+from tailrace.torch.tracing.cumulative_norms import cumulative_norms
 from tailrace.torch.tracing.custom_functions import custom_functions
 from tailrace.torch.tracing.explained_errors import explained
 from tailrace.torch.tracing.losses import LOSS_FUNCTIONS
@@ -156,6 +157,7 @@ class ModuleFunction:
             # The modes of when the model was made or `train()` was called: the module's own may differ
             # by now.
             stack.enter_context(_modes(self.module, self.training))
+            stack.enter_context(cumulative_norms(self.module))
             # torchax's own key would be a constant of the trace: every step would draw the same
             # dropout mask.
             stack.enter_context(env.override_property(prng=key))

@@ -134,16 +134,6 @@ def _polygamma(n: int, x: TensorLike) -> Any:
     return (-1) ** (n + 1) * math.factorial(n) * series
 
 
-def grid_sampler_3d(
-    x: TensorLike, grid: TensorLike, mode: int = 0, padding: int = 0, align_corners: bool = False
-) -> Any:
-    """A composition of PyTorch's kind; that of reflected coordinates is not PyTorch's own."""
-    if padding == 2:
-        raise NotImplementedError("grid_sample in 3D has no lowering for padding_mode='reflection'")
-    table: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
-    return table[aten.grid_sampler_3d.default](x, grid, mode, padding, align_corners)
-
-
 def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: TensorLike) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
     # zeta(x, q) = q**-x + zeta(x, q + 1), applied until the argument is positive.

@@ -113,15 +113,90 @@ def remainder(x: TensorLike, other: TensorLike) -> Any:
     return _left(jnp.asarray(x, dtype), jnp.asarray(other, dtype))
 
 
+@jax.custom_jvp
+def _angle(y: TensorLike, x: TensorLike) -> Any:
+    return jnp.arctan2(y, x)
+
+
+@_angle.defjvp
+def _angle_jvp(given: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """As PyTorch's: 0 where both are 0."""
+    y, x = given
+    square = y * y + x * x
+    nowhere = square == 0
+    turn = (x * tangents[0] - y * tangents[1]) / jnp.where(nowhere, 1, square)
+    return _angle(y, x), jnp.where(nowhere, 0, turn)
+
+
+def angle(y: TensorLike, x: TensorLike) -> Any:
+    """The angle of a point."""
+    return _angle(*jnp.broadcast_arrays(*_as_floats(y, x)))
+
+
+@jax.custom_jvp
+def _entropy(x: TensorLike, y: TensorLike) -> Any:
+    return jax.scipy.special.xlogy(x, y)
+
+
+@_entropy.defjvp
+def _entropy_jvp(given: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """As PyTorch's: 0 with regard to x where x is 0 and the logarithm is of 0."""
+    x, y = given
+    ends = (x == 0) & (y <= 0)
+    slope = jnp.where(ends, 0, jnp.log(jnp.where(ends, 1, y)))
+    return _entropy(x, y), slope * tangents[0] + x / y * tangents[1]
+
+
+def entropy(x: TensorLike, y: TensorLike) -> Any:
+    """x log(y), 0 where x is 0."""
+    return _entropy(*jnp.broadcast_arrays(*_as_floats(x, y)))
+
+
+def _as_floats(*values: Any) -> list[Any]:
+    dtype = jnp.result_type(*values)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    return [jnp.asarray(value, dtype) for value in values]
+
+
+def logit(x: TensorLike, eps: float | None = None) -> Any:
+    """The inverse of a sigmoid, between two limits."""
+    x = x if eps is None else clamp(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))
+
+
 def bessel_i0(x: TensorLike) -> Any:
     """An even function, flat at 0; JAX's formula is of the absolute value."""
     return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)
+
+
+@jax.custom_jvp
+def _power(x: TensorLike, exponent: TensorLike) -> Any:
+    return jnp.power(x, exponent)
+
+
+@_power.defjvp
+def _power_jvp(given: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """As PyTorch's: 0 with regard to x where the exponent is 0, and to the exponent where x is 0."""
+    x, exponent = given
+    found = _power(x, exponent)
+    flat, ends = exponent == 0, (x == 0) & (exponent >= 0)
+    slope = jnp.where(flat, 0, exponent * jnp.power(jnp.where(flat, 1, x), exponent - 1))
+    growth = jnp.where(ends, 0, found * jnp.log(jnp.where(ends, 1, x)))
+    return found, slope * tangents[0] + growth * tangents[1]
+
+
+def _has_slope(*values: Any) -> bool:
+    return all(jnp.issubdtype(value.dtype, jnp.floating) for value in values)
 
 
 def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A power; of whole numbers by multiplication, because floats have not all of them."""
 
     def run(x: TensorLike, exponent: TensorLike) -> Any:
+        if hasattr(x, "dtype") and hasattr(exponent, "dtype") and _has_slope(x, exponent):
+            return _power(*jnp.broadcast_arrays(*_as_floats(x, exponent)))
+        if not hasattr(exponent, "dtype") and exponent == 0:
+            x = jnp.ones_like(x)  # flat, also at 0, where the slope of a power is not
         if not (_is_whole(x) and _is_whole(exponent)):
             return theirs(x, exponent)
         if isinstance(exponent, int):  # one below 0 is refused by PyTorch, and before

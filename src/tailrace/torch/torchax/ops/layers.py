@@ -133,9 +133,10 @@ def _instance_norm(
     return watch.tensor(out.astype(x.dtype))
 
 
-def _advance(state: Tree, value: TensorLike, momentum: float) -> None:
-    """Move a running statistic towards that of this batch."""
+def _advance(state: Tree, value: TensorLike, momentum: Any) -> None:
+    """Move a running statistic towards that of this batch; the share of it may be a tensor."""
     old = state.jax()
+    momentum = momentum.jax().astype(old.dtype) if hasattr(momentum, "jax") else momentum
     new = old * (1 - momentum) + value.astype(old.dtype) * momentum
     # Running statistics carry no gradient from batch to batch.
     state.apply_jax_(lambda _: jax.lax.stop_gradient(new))

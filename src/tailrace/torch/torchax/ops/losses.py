@@ -156,9 +156,8 @@ def _ctc_loss(
     unread, _ = padding(input_lengths, logits.shape[1])
     unused, lengths = padding(target_lengths, labels.shape[1])
     loss = optax.ctc_loss(logits, unread, labels, unused, blank_id=blank)
-    if zero_infinity:
-        # optax has a large number, 1e5, in place of infinity.
-        loss = jnp.where(loss > 1e4, 0, loss)
+    # optax has a large number, 1e5, in place of infinity: no path of this length has these labels.
+    loss = jnp.where(loss > 1e4, 0 if zero_infinity else jnp.inf, loss)
     if reduction == "mean":
         return watch.tensor((loss / jnp.maximum(lengths, 1)).mean())
     return watch.tensor(_reduced(loss, reduction))
