@@ -23,6 +23,10 @@ from tailrace.taps.frame import Ambient, Emission, Frame
 from tailrace.taps.wanted import FiniteKey, fine
 from tailrace.trainer.executions import Results, Ticket
 
+WATCH_UPDATES = (
+    'tr.stop_on_nonfinite(["loss", "grad/*", "update/*"]) finds a bad update before it is applied.'
+)
+
 
 class BadStep(NamedTuple):
     """A step with values that are not finite.
@@ -129,10 +133,18 @@ def stopped(
 def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
     """The error for a fit that skipped more steps than it may."""
     shown = ", ".join(map(str, steps[-5:]))
+    last = max(2, limit + 1)
+    advice = (
+        "Look at their data with trainer.explain_step, lower the learning rate, or raise the limit."
+    )
+    if len(steps) >= last and steps[-1] - steps[-last] == last - 1:
+        advice = (
+            "They follow one another, so the state may hold the NaN or Inf, and not the data: look at "
+            "trainer.params, and go back with trainer.rewind. " + WATCH_UPDATES
+        )
     error = NonFiniteError(
         f"{len(steps)} steps of this fit were skipped because a watched tensor was not finite, more "
-        f"than limit={limit}; the latest: {shown}. None of them changed the state. Look at their data "
-        f"with trainer.explain_step, lower the learning rate, or raise the limit."
+        f"than limit={limit}; the latest: {shown}. None of them changed the state. {advice}"
     )
     error.step = steps[-1]
     return error
@@ -187,6 +199,8 @@ def diagnose(
         which += f", microbatch {culprit.microbatch}"
     why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
     advice = "Lower the learning rate, clip gradients, or look at the row."
+    if culprit is None and found.bad:
+        why, advice = _not_made(found.bad, args)
     if culprit is not None and from_data:
         numbered = culprit.dataset_row >= 0
         without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
@@ -196,6 +210,30 @@ def diagnose(
     )
     error.step, error.culprit = number, culprit
     return error
+
+
+def _not_made(bad: Sequence[str], state: Sequence[Any]) -> tuple[str, str]:
+    """Why a step is not finite though none of its operations made a NaN or Inf; what to change.
+
+    Args:
+        bad: the tensors of the step that are not finite, in program order.
+        state: the state before the step.
+    """
+    held = [name for name in dict.fromkeys(bad) if name.startswith("param/")]
+    if held or not all(map(_is_finite, state)):
+        which = "The state of the optimizer or model"
+        if held:
+            which = f"The parameters ({listed([*map(repr, held)])})"
+        return (
+            f" {which} held it before the step: an earlier update made it, or it was there from the "
+            f"start.",
+            f"Go back further with trainer.rewind, or lower the learning rate. {WATCH_UPDATES}",
+        )
+    return " A constant of the program holds it.", "Correct the loss function."
+
+
+def _is_finite(leaf: Any) -> bool:
+    return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
 
 
 def _row_in_dataset(feed: object, reading: tuple[int, int, int], place: int, row: int) -> int:
