@@ -98,6 +98,7 @@ def test_with_json_the_verdict_goes_to_stderr(capsys):
     [
         (["my_test_data"], "named as MODULE:ATTRIBUTE, for example mypackage.data:training_set"),
         (["my_test_data:nothing"], "was imported, but it has no attribute 'nothing'"),
+        (["no_such_file.py:make"], "names the file 'no_such_file.py', which does not exist"),
         (["no_such_module:x"], "importing 'no_such_module' raised ModuleNotFoundError"),
         (["my_broken_module:x"], "importing 'my_broken_module' raised ValueError: bad module"),
         (["my_test_data:number"], "This is not a dataset. Received: a int: 5"),

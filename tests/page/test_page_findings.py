@@ -212,6 +212,15 @@ def test_a_loss_that_is_not_finite(tmp_path):
     assert "observe=[tr.stop_on_nonfinite()] stops a run" in one.text
 
 
+def test_steps_that_were_skipped(tmp_path):
+    run, loss = MadeRun(tmp_path / "run", NAMES), falling(10)
+    loss[4] = np.nan
+    run.grow({"loss": loss, "skipped": np.float32(np.isnan(loss))})
+    (one,) = (f for f in findings(FollowedRun(run.directory)) if f.topic == "not finite")
+    assert "not finite in 1 of 10 steps. 1 step was skipped and changed nothing" in one.text
+    assert "stop_on_nonfinite" not in one.text
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [

@@ -9,7 +9,7 @@ import pytest
 import tailrace as tr
 from oracles import mlp, mlp_loss, regression
 from tailrace.cli.command_line import main
-from tailrace.errors import RunError
+from tailrace.errors import OptionError, RunError
 from tailrace.feeds.reader import Reader
 from tailrace.runs.audit import audit
 from tailrace.runs.bisect import bisect
@@ -152,9 +152,43 @@ def test_a_dataset_that_goes_on_elsewhere_is_found_by_contents(tmp_path):
     run = train(tmp_path / "on", kills=(7,), steps=12, dataset=lambda: Shifted(1))
     assert audit(run).is_clean, "a gap in contents shows only beside the dataset"
     found = audit(run, Shifted(0))
-    assert "element 4 has another content than in the dataset; it is that of element 5" in str(
-        found
+    # One finding, not one for each element; what is read beyond the dataset's last is another.
+    assert found.findings[0] == (
+        "epoch 0, steps 4 to 10: elements 4 to 10 have other contents than in the dataset; they are "
+        "those of elements 5 to 11"
     )
+    assert found.findings[1:] == [
+        "epoch 0, step 11: element 11 has another content than in the dataset; the dataset has no "
+        "such element"
+    ]
+
+
+def test_fits_with_different_datasets(tmp_path, capsys, monkeypatch):
+    trainer = tr.Trainer(
+        mlp_loss, optax.sgd(0.05), mlp(), run_dir=tmp_path / "run", fingerprint=True
+    )
+    trainer.fit(data(), steps=3)
+    trainer.fit(data(X + 1), steps=4)
+    run = tr.open_run(tmp_path / "run")
+    found = audit(run, data())
+    assert found.findings == [
+        "epoch 1, steps 3 to 6: elements 0 to 3 have other contents than in the dataset; the dataset "
+        "has no such elements"
+    ]
+    for fit, dataset, count in ((0, data(), 3), (3, data(X + 1), 4)):
+        found = audit(run, dataset, fit)
+        assert found.is_clean, str(found)
+        assert found.compared == count
+    with pytest.raises(OptionError, match=r"one of \[0, 3\]. Received: fit=1"):
+        audit(run, data(), 1)
+    (tmp_path / "audit_fits.py").write_text(
+        "import test_audit as t\ndef make():\n    return t.remade(), t.data()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "run", "audit_fits.py:make"]) == 1
+    assert main(["audit", "run", "audit_fits.py:make", "--fit", "0"]) == 0
+    assert main(["audit", "run", "--fit", "0"]) == 2
+    assert "says which fit a dataset is compared with" in capsys.readouterr().err
 
 
 def test_a_run_without_an_execution_is_clean(tmp_path, capsys):
@@ -192,6 +226,35 @@ def test_bisect_of_equal_runs(killed, tmp_path):
     assert main(["bisect", str(folder / "run"), str(tmp_path / "run")]) == 0
 
 
+def short(folder, params=None, fingerprint=True, steps_per_execution=2):
+    trainer = tr.Trainer(
+        mlp_loss,
+        optax.sgd(0.05),
+        params or mlp(),
+        run_dir=folder,
+        fingerprint=fingerprint,
+        steps_per_execution=steps_per_execution,
+    )
+    trainer.fit(data(), steps=4)
+    return tr.open_run(folder)
+
+
+def test_bisect_claims_no_more_than_was_compared(tmp_path):
+    run, bare = short(tmp_path / "run"), short(tmp_path / "bare", fingerprint=False)
+    assert str(bisect(run, bare)) == (
+        "no difference in the losses of 4 steps that both have\n"
+        "states were not compared: only one of the runs has fingerprints "
+        "(tr.Trainer(..., fingerprint=True))"
+    )
+    assert "neither run has fingerprints" in str(bisect(bare, bare))
+    # Other parameters from the start: nothing says that the states before step 0 are equal.
+    params = mlp()
+    params["out"] = params["out"] + np.float32(1e-3)
+    found = str(bisect(run, short(tmp_path / "other", params)))
+    assert "; no earlier states were compared" in found
+    assert "equal before" not in found
+
+
 def test_bisect_replays_both_runs_or_none(capsys):
     for options in (["--first", "train.py:make"], ["--second-checkpoint", "kept"]):
         assert main(["bisect", "one", "other", *options]) == 2
@@ -219,6 +282,15 @@ def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
     assert "states are equal before step 8" in said
     assert "the first step with other elements is 9" in said
     assert "the first tensor that differs: 'input/0' in step 9" in said
+    assert "NOT PROVED" not in said
+    # The wrong function for a run: what is replayed is not what ran, and is not reported as if it were.
+    wrong = ["--first", f"{script}:make", "--second", f"{script}:make"]
+    assert main(["bisect", str(folder / "run"), str(tmp_path / "run"), *wrong]) == 1
+    said = capsys.readouterr().out
+    assert "no tensor that both have differs" in said
+    assert "the replay of the second run is NOT PROVED: step 9: loss" in said
+    assert "the first run is NOT PROVED" not in said
+    assert "give the functions that made these runs" in said
     # A run of another machine: its checkpoints are elsewhere here.
     (tmp_path / "kept").rename(tmp_path / "moved")
     command = ["bisect", str(folder / "run"), str(tmp_path / "run"), *targets]

@@ -1,6 +1,7 @@
 """`tr.stop_on_nonfinite`: the first bad step is named, and nothing after it changes anything."""
 
 import contextlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,49 @@ def test_training_goes_on_from_there():
     assert trainer.step == 16
     assert not np.array_equal(before, trainer.params)
     assert np.isfinite(trainer.params).all()
+
+
+class BreaksAt(NamedTuple):
+    """SGD whose update is NaN in one step, though loss and gradients are finite."""
+
+    step: int
+
+    def init(self, params):
+        return jnp.zeros((), jnp.int32)
+
+    def update(self, updates, state, params=None):
+        factor = jnp.where(state == self.step, jnp.nan, -0.01)
+        return jax.tree.map(lambda g: g * factor, updates), state + 1
+
+
+def test_a_bad_update_is_not_called_a_finite_step():
+    def broken(*observe):
+        return tr.Trainer(loss_fn, BreaksAt(4), jnp.ones(4), observe=observe, steps_per_execution=3)
+
+    clean = tr.batches(examples(value=0.5), 8)
+    trainer = broken(tr.stop_on_nonfinite())
+    with pytest.raises(NonFiniteError, match=r"'param/params'.* held it before the step") as caught:
+        trainer.fit(clean)
+    assert "an earlier update made it" in str(caught.value)
+    assert "finite." not in str(caught.value).split("held it")[0]
+    assert caught.value.step == 5
+    # What the advice says: the update is seen in its own step, and is undone.
+    trainer = broken(tr.stop_on_nonfinite(["loss", "grad/*", "update/*"]))
+    with pytest.raises(NonFiniteError, match="Not finite in step 4: 'update/params'"):
+        trainer.fit(clean)
+    assert np.isfinite(trainer.params).all()
+
+
+def test_a_constant_that_is_not_finite():
+    nothing = np.float32([1, np.nan, 1, 1])
+    trainer = tr.Trainer(
+        lambda w, x: (x @ (w * nothing)).mean(),
+        optax.sgd(0.01),
+        jnp.ones(4),
+        observe=[tr.stop_on_nonfinite("loss")],
+    )
+    with pytest.raises(NonFiniteError, match="A constant of the program holds it"):
+        trainer.fit(tr.batches(examples(value=0.5), 8))
 
 
 def test_bad_data_are_called_so():

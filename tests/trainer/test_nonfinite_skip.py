@@ -82,7 +82,18 @@ def test_there_is_a_limit():
     with pytest.raises(NonFiniteError, match="2 steps .* were skipped .* more than limit=1") as e:
         trainer.fit(elements(), steps=16)
     assert e.value.step == 9
+    assert "Look at their data" in str(e.value)
     trainer.fit(regression(4), steps=4)  # the state is fine
+
+
+def test_bad_steps_in_a_row_may_come_from_the_state():
+    guard = tr.stop_on_nonfinite(on_nonfinite="skip", limit=1)
+    trainer = trainer_of(observe=[guard], on_nonfinite=None)
+    state = trainer.state
+    state.params["out"] = np.full_like(state.params["out"], np.nan)
+    trainer.state = state
+    with pytest.raises(NonFiniteError, match="They follow one another, so the state may hold"):
+        trainer.fit(elements(bad=()), steps=16)
 
 
 def test_a_guard_that_stops_wins():
@@ -123,8 +134,11 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     assert (found.step, found.proved) == (trainer.step, None)
     assert f"from the bundle of {found.step}" in str(found)
     assert other.step == 0
-    with pytest.raises(CheckpointError, match="is not a bundle, or is damaged"):
+    assert "a bundle has no results to compare with" in str(found)
+    with pytest.raises(CheckpointError, match=r"is not a bundle, .*: it has no bundle.json"):
         other.replay_bundle(tmp_path, regression(1)[0])
+    with pytest.raises(CheckpointError, match=r"is not a bundle, .*: nothing is there"):
+        other.replay_bundle(tmp_path / "none", regression(1)[0])
     with pytest.raises(CheckpointError, match=r"has 2 arrays. Received: an example with 1"):
         other.replay_bundle(tmp_path / "bundle", regression(1)[0][0])
     wrong = trainer_of(accumulation=7)

@@ -1,6 +1,7 @@
 """Replay: a past step again is the step that happened, or says where it is not."""
 
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,10 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataError, DataExhausted, OptionError
+from tailrace.records.records import Records
+from tailrace.trainer.lookback.comparison import Comparison
+from tailrace.trainer.lookback.outcome import Difference, Replay
+from tailrace.trainer.lookback.recorded import Recorded
 from tailrace.trainer.lookback.rerun import Rerun
 from tailrace.trainer.lookback.start import nearest
 
@@ -152,6 +157,23 @@ def test_other_data_is_not_taken_for_the_same(plain):
     before = trainer.replay(6, changed, checkpoint=folder)  # its execution goes on to step 8
     assert before.proved is False
     assert before.differences[0].step == 7
+
+
+def test_equal_means_are_not_shown_as_a_difference():
+    recorded = Recorded({0: np.float32([[1.0], [3.0]])})
+    comparison = Comparison(recorded)
+    loss = {"loss": np.float32([[[3.0], [1.0]]])}
+    comparison.take(SimpleNamespace(scalars=loss, first_step=0, steps=1, elements=None))
+    assert [str(one) for one in comparison.differences] == [
+        "step 0: loss of microbatch 0, replica 0: 1.0 recorded, 3.0 replayed"
+    ]
+
+
+def test_all_differences_are_counted():
+    differences = [Difference(step, "loss", 1.0, 2.0) for step in range(13)]
+    said = str(Replay(12, 2.0, Records(), differences, ["loss", "fingerprint of elements"], 0))
+    assert "step 9: loss 1.0 recorded, 2.0 replayed\n  and 3 more differences\n" in said
+    assert "machine differ, or a callback changed the state" in said
 
 
 def test_a_changed_program_is_not_taken_for_the_same(plain):

@@ -64,6 +64,12 @@ def audit(subparsers: Subparsers) -> None:
     )
     add_run(parser)
     _add_target(parser, optional=True)
+    parser.add_argument(
+        "--fit",
+        type=int,
+        metavar="STEP",
+        help="compare contents of the fit that began with this step only (all of them)",
+    )
     parser.set_defaults(run=_run_audit)
 
 
@@ -71,8 +77,13 @@ def _run_audit(arguments: argparse.Namespace) -> int:
     from tailrace.runs.audit import audit as check
     from tailrace.runs.reader import open_run
 
+    if arguments.fit is not None and not arguments.target:
+        raise OptionError(
+            "--fit STEP says which fit a dataset is compared with. Give the function that makes "
+            "trainer and dataset too."
+        )
     dataset = _made(arguments.target)[1] if arguments.target else None
-    found = check(open_run(arguments.directory), dataset)
+    found = check(open_run(arguments.directory), dataset, arguments.fit)
     print(found)
     return 0 if found.is_clean else 1
 
@@ -118,6 +129,7 @@ def _run_bisect(arguments: argparse.Namespace) -> int:
     print(found)
     if found and all(targets):
         from tailrace.trainer.lookback.bisect import first_tensor
+        from tailrace.trainer.lookback.recorded import Recorded
 
         kept = [
             _checkpoints_of(runs[0], arguments.first_checkpoint, "--first-checkpoint"),
@@ -127,7 +139,7 @@ def _run_bisect(arguments: argparse.Namespace) -> int:
         # Up to the first loss that differs, or the end of the execution that does: both bound the
         # search, and the earlier one is closer.
         last = [end for end in (found.step, found.ended and found.ended - 1) if end is not None]
-        sides = list(zip(kept, made, strict=True))
+        sides = zip(kept, made, (Recorded().add_run(run) for run in runs), strict=True)
         print(first_tensor(found.equal_until, min(last), sides))
     return 1 if found else 0
 

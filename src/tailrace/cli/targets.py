@@ -27,6 +27,8 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
     # First in the path, as with `python train.py`: the file's neighbours win over installed
     # modules.
     if module_name.endswith(".py"):  # a file, as it was started
+        if not os.path.isfile(module_name):
+            raise OptionError(f"{target!r} names the file {module_name!r}, which does not exist.")
         folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
         sys.path.insert(0, folder)
     found = _guarded(

@@ -13,15 +13,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tailrace.errors import RunError
-from tailrace.feeds.reader import Reader
+from tailrace.errors import OptionError, RunError
 from tailrace.messages import counted
+from tailrace.runs.audit_contents import changed_contents
 from tailrace.runs.reader import Run
 from tailrace.runs.tables.tables import READING
-from tailrace.taps.bit_digests import host_row_digest
-
-AT_ONCE = 64
-"""The number of elements of a dataset to read at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +115,20 @@ class Audit:
         return "\n".join(lines)
 
 
-def audit(run: Run, dataset: object = None) -> Audit:
+def audit(run: Run, dataset: object = None, fit: int | None = None) -> Audit:
     """Check which elements the executions of a run consumed.
 
     Args:
         run: the run.
         dataset: the training data, to compare contents with; needs `fingerprint=True`.
+        fit: the first step of the fit that it is the training data of; None for all fits.
     """
     rows = list(_rows(run))
+    fits = sorted({row.fit for row in rows})
+    if fit is not None and fit not in fits:
+        raise OptionError(
+            f"fit is the first step of a fit of the run, one of {fits}. Received: fit={fit}."
+        )
     rewinds = [one for one in run.interventions if one["kind"] == "rewind"]
     found = Audit(len(rows), sum(row.resumed for row in rows), sum(row.count for row in rows))
     found.rewinds = [f"to step {one.get('step')}: {one.get('reason')}" for one in rewinds]
@@ -142,7 +144,7 @@ def audit(run: Run, dataset: object = None) -> Audit:
         contents = [flat[end - row.steps : end] for end, row in zip(ends, rows, strict=True)]
         _check_contents(rows, contents, found)
         if dataset is not None:
-            _compare(rows, contents, dataset, found)
+            _compare(rows, contents, dataset, fit, found)
     elif dataset is not None:
         raise RunError(
             f"To compare a dataset with what was consumed, the run needs digests of elements: "
@@ -250,54 +252,32 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
                 seen[digest] = step
 
 
-def _compare(rows: list[Row], contents: list[np.ndarray], dataset: object, found: Audit) -> None:
-    """Compare every element with the dataset."""
+def _compare(
+    rows: list[Row],
+    contents: list[np.ndarray],
+    dataset: object,
+    fit: int | None,
+    found: Audit,
+) -> None:
+    """Compare every element of a fit, or of all fits, with the dataset."""
     passes: list[tuple[int, list[tuple[Row, np.ndarray]]]] = []
     for before, row, digests in zip([None, *rows], rows, contents, strict=False):
         if row.begins_after(before) or before is None or row.epoch != before.epoch:
             passes.append((row.epoch, []))
         passes[-1][1].append((row, digests))
     for epoch, several in passes:
+        if fit is not None and several[0][0].fit != fit:
+            continue
         consumed = {
             row.first + number: (int(digest), step)
             for row, digests in several
             for number, (digest, step) in enumerate(_of_row(row, digests))
         }
-        expected = _digests(dataset, epoch, max(consumed) + 1)
-        for number, (digest, step) in consumed.items():
-            found.compared += 1
-            if number >= len(expected) or expected[number] != digest:
-                # Where the content is instead tells a shifted dataset from a changed one.
-                where = [i for i, other in enumerate(expected) if other == digest]
-                other = (
-                    f"it is that of element {where[0]}"
-                    if where
-                    else "the dataset has no such element"
-                )
-                found.findings.append(
-                    f"epoch {epoch}, step {step}: element {number} has another content than in the "
-                    f"dataset; {other}"
-                )
+        found.compared += len(consumed)
+        found.findings += changed_contents(epoch, consumed, dataset)
 
 
 def _of_row(row: Row, digests: np.ndarray) -> Iterator[tuple[int, int]]:
     for step, of_step in enumerate(digests, start=row.first_step):
         for digest in of_step:
             yield int(digest), step
-
-
-def _digests(dataset: object, epoch: int, count: int) -> list[int]:
-    """The digests of the first elements of a pass over a dataset."""
-    reader = Reader(dataset, epoch)
-    paths = reader.spec().paths
-    found: list[int] = []
-    count = reader.available(count)
-    while len(found) < count:
-        block = reader.elements_of(reader.read(min(AT_ONCE, count - len(found))))
-        # As the device sums them: the digest of an element is that of its leaves, modulo 2**64.
-        for leaves in zip(*block, strict=True):
-            parts = zip(leaves, paths, strict=True)
-            found.append(
-                sum(host_row_digest(leaf, f"element{path}") for leaf, path in parts) % 2**64
-            )
-    return found

@@ -14,6 +14,10 @@ PROGRAM_ORDER = ("elements", "loss", "gradients", "parameters", "optimizer", "mo
 """The groups in the order in which a step computes them."""
 
 
+_Ends = dict[int, tuple[int, dict[str, int]]]
+"""Executions by their end: how many steps they have, and their fingerprints."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Bisection:
     """Where two runs first differ; false if they do not.
@@ -26,6 +30,7 @@ class Bisection:
         step: the first step whose loss, or element, differs; None if none does.
         what: "loss" or "elements", for that step.
         compared: the number of executions and steps that both have.
+        missing: why no states were compared; empty if some were.
     """
 
     equal_until: int
@@ -34,22 +39,32 @@ class Bisection:
     step: int | None
     what: str
     compared: tuple[int, int]
+    missing: str = ""
 
     def __bool__(self) -> bool:
         return self.ended is not None or self.step is not None
 
     def __str__(self) -> str:
         executions, steps = self.compared
-        if not self:
-            return f"no difference in {executions} executions and {steps} steps that both have"
         lines = []
+        if not self and self.missing:
+            lines.append(f"no difference in the losses of {steps} steps that both have")
+        elif not self:
+            lines.append(
+                f"no difference in {executions} executions and {steps} steps that both have"
+            )
         if self.ended is not None:
+            # Not "equal before step 0": the first states of two runs are not recorded.
+            known = f"states are equal before step {self.equal_until}"
             lines.append(
                 f"the first execution that differs ends with step {self.ended - 1}: "
-                f"{', '.join(self.groups)}; states are equal before step {self.equal_until}"
+                f"{', '.join(self.groups)}; "
+                f"{known if self.equal_until else 'no earlier states were compared'}"
             )
         if self.step is not None:
             lines.append(f"the first step with other {self.what} is {self.step}")
+        if self.missing:
+            lines.append(f"states were not compared: {self.missing}")
         return "\n".join(lines)
 
 
@@ -70,12 +85,23 @@ def bisect(first: Run, second: Run) -> Bisection:
             ended = end
             break
         equal = end
-    return Bisection(equal, ended, groups, step, what, (len(common), steps))
+    counts = len(common), steps
+    return Bisection(equal, ended, groups, step, what, counts, _missing(ours, theirs, common))
 
 
-def _by_end(run: Run) -> dict[int, tuple[int, dict[str, int]]]:
+def _missing(ours: _Ends, theirs: _Ends, common: list[int]) -> str:
+    """Why no states were compared; empty if some were."""
+    if common:
+        return ""
+    if ours and theirs:
+        return "no execution of one run ends with the same step as one of the other"
+    which = "neither run has" if not ours and not theirs else "only one of the runs has"
+    return f"{which} fingerprints (tr.Trainer(..., fingerprint=True))"
+
+
+def _by_end(run: Run) -> _Ends:
     columns = run.executions
-    found = {}
+    found: _Ends = {}
     for row in range(len(columns["steps"]) if "chain" in columns else 0):
         first, steps = int(columns["first_step"][row]), int(columns["steps"][row])
         # 0 is "not recorded", and compared with nothing.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.messages import shown
+from tailrace.messages import counted, shown
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.layer_order import made_first
 from tailrace.page.layers import LayerMap
@@ -33,12 +33,18 @@ def nonfinite_findings(
     lost = np.flatnonzero(~np.isfinite(loss))
     if len(lost):
         first = history.first_step + int(lost[0])
+        skipped = int((history["skipped"] > 0).sum()) if "skipped" in history.names else 0
+        advice = (
+            "observe=[tr.stop_on_nonfinite()] stops a run at the first and names the operation."
+            if not skipped
+            else f"{counted(skipped, 'step was', 'steps were')} skipped and changed nothing; "
+            f"trainer.explain_step names the rows."
+        )
         yield Finding(
             Severity.BAD,
             "not finite",
             f"The loss is {loss[lost[0]]:g} in step {first}, and not finite in {len(lost):,} of "
-            f"{len(loss):,} steps. observe=[tr.stop_on_nonfinite()] stops a run at the first and "
-            f"names the operation.",
+            f"{len(loss):,} steps. {advice}",
             step=first,
         )
 

@@ -46,8 +46,7 @@ class Comparison:
             self._steps.add(number)
             # Bits: NaN is equal to NaN here, and 0.0 is not -0.0.
             if not same_bits(was, found):
-                mean = float(np.mean(was)), float(np.mean(found))
-                self.differences.append(Difference(number, "loss", *mean))
+                self.differences.append(_of_loss(number, np.asarray(was), np.asarray(found)))
         self._losses.append(losses)
         if results.elements is not None:
             self._elements.append(results.elements)
@@ -90,6 +89,25 @@ class Comparison:
             elements = np.concatenate(self._elements)[-count:]
             found["elements"] = elements_fingerprint(elements, start)
         return found
+
+
+def _of_loss(step: int, was: np.ndarray, found: np.ndarray) -> Difference:
+    """How a loss differs: in its mean, or else in the first microbatch and replica.
+
+    Args:
+        step: the step.
+        was: the recorded losses: [microbatches, replicas].
+        found: those of the replay.
+    """
+    mean = float(np.mean(was)), float(np.mean(found))
+    if not same_bits(*mean) or was.shape != found.shape or was.ndim != 2:
+        return Difference(step, "loss", *mean)
+    # Losses that differ in their last bits may have the same mean, and equal numbers would explain
+    # nothing.
+    differ = [place for place in np.ndindex(was.shape) if not same_bits(was[place], found[place])]
+    microbatch, replica = differ[0]
+    part = f"microbatch {microbatch}, replica {replica}"
+    return Difference(step, "loss", float(was[differ[0]]), float(found[differ[0]]), part)
 
 
 def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) -> Replay:

@@ -80,10 +80,13 @@ class StepExplanation:
         if first["row"] >= 0:
             where = f"row {first['row']} of the dataset ({where})"
         proved = {True: "proved", False: "NOT PROVED", None: "nothing recorded"}[self.proved]
+        along = f"alignment {first['alignment']:+.2f}"
+        if np.isnan(first["alignment"]):
+            along = "alignment unknown (a gradient is not finite)"
         lines = [
             f"step {self.step}, loss {self.loss:.7g} ({proved})",
             f"most unusual: {where}: loss {first['loss']:.5g}, gradient norm "
-            f"{first['gradient_norm']:.5g}, alignment {first['alignment']:+.2f}, score "
+            f"{first['gradient_norm']:.5g}, {along}, score "
             f"{first['score']:.1f}; the next one has {self.rows['score'][1:2].sum():.1f}",
         ]
         if self.grew_first is not None:

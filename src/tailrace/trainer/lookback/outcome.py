@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tailrace.messages import counted
 from tailrace.records.records import Record, Records
+
+SHOWN = 10
+"""How many differences are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +22,19 @@ class Difference:
         what: "loss", or the group of tensors whose fingerprint differs.
         recorded: the value that the training recorded.
         replayed: the value in the replay.
+        part: the microbatch and replica whose loss this is; empty for the mean of the step.
     """
 
     step: int
     what: str
     recorded: Any
     replayed: Any
+    part: str = ""
 
     def __str__(self) -> str:
         if self.what == "loss" and not isinstance(self.recorded, int):
-            return f"step {self.step}: loss {self.recorded} recorded, {self.replayed} replayed"
+            loss = f"loss of {self.part}:" if self.part else "loss"
+            return f"step {self.step}: {loss} {self.recorded} recorded, {self.replayed} replayed"
         marks = f"{self.recorded:016x} recorded, {self.replayed:016x} replayed"
         return f"after step {self.step}: {self.what} {marks}"
 
@@ -80,21 +87,29 @@ class Replay(Mapping[Any, Record]):
         return self.proved is True
 
     def __str__(self) -> str:
+        nothing = "nothing was recorded of it"
+        if self._source == "bundle":
+            nothing = "a bundle has no results to compare with"
         said = {
             True: f"proved: equal to what was recorded, bit for bit ({self.evidence})",
             False: "NOT PROVED: it differs from what was recorded",
-            None: "not proved: nothing was recorded of it",
+            None: f"not proved: {nothing}",
         }[self.proved]
         lines = [
             f"step {self.step}, loss {self.loss:.7g}, from the {self._source} of {self.started_at}"
         ]
-        lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        lines += [said, *(f"  {one}" for one in self.differences[:SHOWN])]
+        if len(self.differences) > SHOWN:
+            lines.append(f"  and {counted(len(self.differences) - SHOWN, 'more difference')}")
         if any(one.what == "elements" for one in self.differences):
             lines.append(
                 "the elements differ: the dataset or its order is not that of the training"
             )
         elif self.differences and "elements" in self.evidence:
-            lines.append("the elements are equal: the model, optimizer, options or machine differ")
+            lines.append(
+                "the elements are equal: the model, optimizer, options or machine differ, or a "
+                "callback changed the state"
+            )
         if not self.proved:
             lines += [f"  changed since: {one}" for one in self.changed]
         return "\n".join(lines)

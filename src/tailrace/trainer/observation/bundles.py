@@ -84,6 +84,12 @@ def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
     """The arrays and the note of a bundle."""
     library = import_safetensors()
     where = check_path("bundle", place)
+    if not (where / NOTE).exists():
+        raise CheckpointError(
+            f"{str(where)!r} is not a bundle, or is damaged: "
+            f"{f'it has no {NOTE}' if where.exists() else 'nothing is there'}. Give the directory that "
+            f"tr.stop_on_nonfinite(bundle=...) was given."
+        )
     try:
         note = dict(read_json(where / NOTE, CheckpointError))
         if note["format"] != FORMAT:

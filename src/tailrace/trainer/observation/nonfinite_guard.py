@@ -16,12 +16,16 @@ from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import listed
-from tailrace.program.nonfinite import INFEED, Culprit, find_culprit, step_block
+from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
 from tailrace.taps.wanted import FiniteKey, fine
 from tailrace.trainer.executions import Results, Ticket
+
+WATCH_UPDATES = (
+    'tr.stop_on_nonfinite(["loss", "grad/*", "update/*"]) finds a bad update before it is applied.'
+)
 
 
 class BadStep(NamedTuple):
@@ -129,10 +133,18 @@ def stopped(
 def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
     """The error for a fit that skipped more steps than it may."""
     shown = ", ".join(map(str, steps[-5:]))
+    last = max(2, limit + 1)
+    advice = (
+        "Look at their data with trainer.explain_step, lower the learning rate, or raise the limit."
+    )
+    if len(steps) >= last and steps[-1] - steps[-last] == last - 1:
+        advice = (
+            "They follow one another, so the state may hold the NaN or Inf, and not the data: look at "
+            "trainer.params, and go back with trainer.rewind. " + WATCH_UPDATES
+        )
     error = NonFiniteError(
         f"{len(steps)} steps of this fit were skipped because a watched tensor was not finite, more "
-        f"than limit={limit}; the latest: {shown}. None of them changed the state. Look at their data "
-        f"with trainer.explain_step, lower the learning rate, or raise the limit."
+        f"than limit={limit}; the latest: {shown}. None of them changed the state. {advice}"
     )
     error.step = steps[-1]
     return error
@@ -151,54 +163,77 @@ def diagnose(
 ) -> NonFiniteError:
     """Replay the bad step from the elements kept on the host; the error that describes it."""
     step, replica, names = bad
-    number, local = first_step + step, runner.placement.local_replicas
+    replicas, local = runner.placement.replicas, runner.placement.local_replicas
     # The elements of a replica are on the host of the process that feeds it.
     owner = replica // local
     # Before the processes part: reading the state is something that all of them must do.
     args = [jnp.asarray(leaf) for leaf in runner.layout.carried_by(state, replica)]
     if owner != process_index():
         error = NonFiniteError(
-            f"Not finite in step {number}, replica {replica}: {', '.join(names[:3])}. "
+            f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "
             f"Process {owner}, which computes that replica, says which operation it was. The "
             f"parameters are those before that step."
         )
-        error.step = number
+        error.step = first_step + step
         return error
     start = step * microbatches * local + replica % local
     rows = slice(start, start + microbatches * local, local)
     infeed = runner.infeeds[0]
     elements = infeed.elements_of([leaf[rows] for leaf in staged.host])
+    number = first_step + step
     # As the program has them: `tr.key()` draws what it drew then, dropout included.
     ambient = Ambient(jax.random.key(jnp.uint32(seed % 2**32)), number, replica)
     frame = Frame(ambient, {infeed: step_block(elements)})
     found = find_culprit(runner.traced, args, frame)
     culprit = found.culprit
-    if culprit is not None and culprit.operation == INFEED and reading is not None:
+    from_data = culprit is not None and culprit.operation == INFEED
+    if culprit is not None and from_data and reading is not None:
         place = start + culprit.microbatch * local
-        row = _row_in_dataset(infeed, reading, place, culprit.row)
-        culprit = dataclasses.replace(culprit, dataset_row=row)
+        number_of_row = _row_in_dataset(infeed, reading, place, culprit.row)
+        culprit = dataclasses.replace(culprit, dataset_row=number_of_row)
     # Flags say which tensors were bad, a replay also in which order: the first is nearest the cause.
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names
-    which = f"step {number}" + (f", replica {replica}" if runner.placement.replicas > 1 else "")
+    shown = listed([*map(repr, names)])
+    which = f"step {number}" + (f", replica {replica}" if replicas > 1 else "")
     if culprit is not None and microbatches > 1:
         which += f", microbatch {culprit.microbatch}"
-    error = NonFiniteError(_described(which, names, culprit))
+    why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
+    advice = "Lower the learning rate, clip gradients, or look at the row."
+    if culprit is None and found.bad:
+        why, advice = _not_made(found.bad, args)
+    if culprit is not None and from_data:
+        numbered = culprit.dataset_row >= 0
+        without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
+        advice = f"Correct the data, or leave that row out{without}."
+    error = NonFiniteError(
+        f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
+    )
     error.step, error.culprit = number, culprit
     return error
 
 
-def _described(which: str, names: Sequence[str], culprit: Culprit | None) -> str:
-    """The message: where it was, which tensors, the cause, and what to change."""
-    shown = listed([*map(repr, names)])
-    why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
-    advice = "Lower the learning rate, clip gradients, or look at the row."
-    if culprit is not None and culprit.operation == INFEED:
-        numbered = culprit.dataset_row >= 0
-        without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
-        advice = f"Correct the data, or leave that row out{without}."
-    return (
-        f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
-    )
+def _not_made(bad: Sequence[str], state: Sequence[Any]) -> tuple[str, str]:
+    """Why a step is not finite though none of its operations made a NaN or Inf; what to change.
+
+    Args:
+        bad: the tensors of the step that are not finite, in program order.
+        state: the state before the step.
+    """
+    held = [name for name in dict.fromkeys(bad) if name.startswith("param/")]
+    if held or not all(map(_is_finite, state)):
+        which = "The state of the optimizer or model"
+        if held:
+            which = f"The parameters ({listed([*map(repr, held)])})"
+        return (
+            f" {which} held it before the step: an earlier update made it, or it was there from the "
+            f"start.",
+            f"Go back further with trainer.rewind, or lower the learning rate. {WATCH_UPDATES}",
+        )
+    return " A constant of the program holds it.", "Correct the loss function."
+
+
+def _is_finite(leaf: Any) -> bool:
+    return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
 
 
 def _row_in_dataset(feed: object, reading: tuple[int, int, int], place: int, row: int) -> int:
