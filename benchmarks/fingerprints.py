@@ -2,10 +2,11 @@
 
     python -m benchmarks.fingerprints                    # a small MLP, 10,000 steps, 50 replayed
     python -m benchmarks.fingerprints --gpt              # GPT-2 small (124 M parameters), bfloat16
-    python -m benchmarks.fingerprints --gpt --layers 2 --width 128 --length 64
+    python -m benchmarks.fingerprints --gpt --layers 2 --width 128 --length 64 --replays 0
     python -m benchmarks.fingerprints --only --rows 100 --flips 1000 --kills 100
 
-Fits with and without fingerprints are interleaved in one process; each has a trainer of its own.
+Fits without fingerprints, with those of the state and elements only, and with all are interleaved in
+one process; each has a trainer of its own. The difference between the last two is the gradients'.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {per} steps an execution")
     if not given.only:
         print_cost(trainer_of, data, given.rounds, per)
-        print_replays(trainer_of, data, steps, given.replays)
+        if given.replays:
+            print_replays(trainer_of, data, steps, given.replays)
     if given.rows:
         print_rows(given.rows)
     if given.flips:
@@ -76,8 +78,9 @@ def main() -> None:
 
 
 def print_cost(make: Callable[..., tr.Trainer], data: Any, rounds: int, per: int) -> None:
-    """The time of a step with and without, medians of interleaved fits."""
-    trainers = {"without": make(), "with": make(fingerprint=True)}
+    """The time of a step without, with those of the state, with all; medians of interleaved fits."""
+    trainers = {"none": make(), "state": make(fingerprint=True), "all": make(fingerprint=True)}
+    without_gradients(trainers["state"], data())
     took: dict[str, list[float]] = {name: [] for name in trainers}
     length = 20 * per
     for trainer in trainers.values():
@@ -88,12 +91,26 @@ def print_cost(make: Callable[..., tr.Trainer], data: Any, rounds: int, per: int
             started = time.perf_counter()
             trainers[name].fit(data(), steps=length)
             took[name].append((time.perf_counter() - started) / length)
-    rows = {name: statistics.median(values) * 1e6 for name, values in took.items()}
-    ratios = [a / b for a, b in zip(took["with"], took["without"], strict=True)]
-    print(f"{'':10}{'us a step':>12}{'least':>12}")
-    for name, value in rows.items():
-        print(f"{name:10}{value:12.2f}{min(took[name]) * 1e6:12.2f}")
-    print(f"{'ratio':10}{statistics.median(ratios):12.4f}   (medians of {rounds} pairs)")
+    print(f"{'':10}{'us a step':>12}{'least':>12}{'ratio':>9}{'compiled s':>12}")
+    for name, values in took.items():
+        ratio = statistics.median(a / b for a, b in zip(values, took["none"], strict=True))
+        compiled = sum(one.seconds for one in trainers[name].compilations)
+        print(
+            f"{name:10}{statistics.median(values) * 1e6:12.2f}{min(values) * 1e6:12.2f}{ratio:9.4f}"
+            f"{compiled:12.1f}"
+        )
+    print(f"medians of {rounds} rounds; ratios are of the fits of one round")
+
+
+def without_gradients(trainer: tr.Trainer, data: Any) -> None:
+    """Leave the gradients out of a trainer's fingerprints, before its first fit."""
+    engine = trainer.engine
+    engine.use(data)
+    runner = engine.runner
+    runner.wanted = {
+        position: [want for want in wants if not want.digest]
+        for position, wants in runner.wanted.items()
+    }
 
 
 def print_replays(make: Callable[..., tr.Trainer], data: Any, steps: int, count: int) -> None:
