@@ -44,6 +44,7 @@ class FollowingModel(Model):
         self._dirty, self.version, self._step = False, 0, 0
         self._follows, self._restructured, self._reloaded = True, False, False
         self._held: TrainState | None = None
+        self._host_writes = 0
         self._unused: frozenset[str] = frozenset()
         module, self._sharing = self.module, Sharing(self)
         self._sharing.tensors = dict((*module.named_parameters(), *module.named_buffers()))
@@ -91,6 +92,7 @@ class FollowingModel(Model):
             link(self.module, self)
             self._sharing.join(self.module)
         self._take_shared()
+        self._note_lost_weights()
         if self._outdated():
             self._start_over(self.optimizer)
         bound = self._device_optimizer
@@ -109,6 +111,7 @@ class FollowingModel(Model):
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
         self._take_optimizer(self.optimizer, again=True)
+        self._count_host_writes()
 
     def _before_run(self) -> None:
         if self._follows:
@@ -125,6 +128,27 @@ class FollowingModel(Model):
         elif self._program is not None and values.tobytes() != self._hypers.tobytes():
             self._program.set_hypers(values)
             self._hypers = values
+
+    def _count_host_writes(self) -> None:
+        """Record how often the parameters on the host were written, to detect further writes."""
+        self._host_writes = self._writes()
+
+    def _writes(self) -> int:
+        # Not those of buffers: an inference model with the same module writes them too.
+        tensors = self._sharing.tensors.values()
+        params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+        return sum(one._version for one in params if not one.is_inference())
+
+    def _note_lost_weights(self) -> None:
+        """Log that weights were changed on the host, where the next call does not read them."""
+        exists = self._program is not None or self._held is not None
+        if exists and not self._restructured and self._writes() != self._host_writes:
+            note_once(
+                "Weights of the module were changed on the host (load_state_dict, an in-place "
+                "operation), but this call trains those on the device: the change is lost. Call "
+                "model.copy_weights_to_device() after it."
+            )
+            self._count_host_writes()
 
     def _note_form(self) -> None:
         """Record what the program depends on, to detect changes."""
@@ -174,6 +198,7 @@ class FollowingModel(Model):
         # A module with other parameters is read from the host as a whole, by `_start_over`.
         if not names or self._restructured:
             return
+        self._count_host_writes()  # by the other models
         values = {name: array_of(self._sharing.tensors[name]) for name in names}
         if self._program is not None:
             self._program.put_weights(values)
