@@ -275,3 +275,61 @@ def test_retain_grad_in_forward_says_what_to_anchor():
 
     with pytest.raises(tr.TailraceError, match="retain_grad.*anchor it.*cotangent"):
         tt.training_model(Retaining())(*line(4))
+
+
+LOST = "the change is lost. Call model.copy_weights_to_device() after it."
+
+
+def zero(module):
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [zero, lambda module: module.load_state_dict(module.state_dict())],
+    ids=["in place", "load_state_dict"],
+)
+def test_weights_changed_on_the_host_are_not_lost_silently(caplog, change):
+    forget_notes()
+    module, _ = seeded(Regression)
+    model = tt.training_model(module, torch.optim.SGD(module.parameters(), 0.1))
+    change(module)  # before the first call they are the weights that it begins with
+    model(*line(4))
+    module.state_dict()  # what a call has trained is copied to the host: no change of the user's
+    model(*line(4))
+    change(module)
+    model.copy_weights_to_device()
+    model(*line(4))
+    assert LOST not in caplog.text
+    change(module)
+    model(*line(4))
+    assert LOST in caplog.text
+
+
+class Around(torch.nn.Module):
+    """A module around another, whose weights it shares."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, y):
+        return self.inner(x, y)
+
+
+def test_weights_that_others_write_are_no_change_on_the_host(tmp_path, caplog):
+    forget_notes()
+    module, _ = seeded(Regression)
+    outer = Around(module)
+    models = [
+        tt.training_model(one, torch.optim.SGD(one.parameters(), 0.1)) for one in (module, outer)
+    ]
+    for model in (*models, *models):
+        model(*line(4))
+        module.state_dict()
+    models[0].save(tmp_path / "saved")
+    zero(module)
+    models[0].load(tmp_path / "saved")  # replaces what was written
+    models[0](*line(4))
+    assert LOST not in caplog.text

@@ -11,7 +11,7 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
-from tailrace.errors import DataExhausted, OptionError, ProgramError
+from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError
 from tailrace.trainer.evaluation import evaluate
 from threads import infeed_threads
 
@@ -373,12 +373,18 @@ def test_a_generator_is_used_up_after_one_validation():
     trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
     rows = (element for element in ELEMENTS[:2])
     text = (
-        "^Each validation reads all of validation_data. A dataset needs at least one element. "
-        "Received: an empty generator .*An iterator is used up after one pass. "
-        r"To read it again, give a list, tr.batches\(...\), or a function that makes a new iterator.$"
+        r"^fit\(epochs=2\) reads validation_data 2 times, but generator <genexpr> can be read only "
+        r"once. Give a list, tr.batches\(...\), or a function that makes an iterator.$"
     )
-    with pytest.raises(DataExhausted, match=text):
+    with pytest.raises(DataError, match=text):
         trainer.fit(ELEMENTS[:2], epochs=2, validation_data=rows)
+    with pytest.raises(DataError, match=r"^fit\(steps=2\) reads validation_data 2 times"):
+        trainer.fit(ELEMENTS[:2], steps=2, validation_data=rows, validation_every=1)
+    assert trainer.step == 0  # before anything is trained
+    assert len(trainer.fit(ELEMENTS[:2], steps=2, validation_data=rows).validated) == 1
+    text = "^Each validation reads all of validation_data. .* used up after one pass"
+    with pytest.raises(DataExhausted, match=text):
+        trainer.fit(ELEMENTS[:2], steps=2, validation_data=rows)
     with pytest.raises(DataExhausted, match="^A dataset needs .* used up after one pass"):
         trainer.evaluate(rows)
     history = trainer.fit(ELEMENTS[:2], epochs=2, validation_data=lambda: iter(ELEMENTS[:2]))

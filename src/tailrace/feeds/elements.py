@@ -70,6 +70,11 @@ class ElementSpec:
         """Bytes of one element on the device."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
+    @property
+    def text(self) -> str:
+        """Shapes and dtypes of the leaves, for messages."""
+        return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in self.leaves)
+
     def tree(self) -> Tree:
         """The spec as a tree of `jax.ShapeDtypeStruct`."""
         return jax.tree.unflatten(self.structure, self.leaves)

@@ -213,6 +213,11 @@ class InfeedQueue(Feed):
             self._staging.call(self._open, self._open().go_to, state)
             self._taken = int(state["elements"])
 
+    def check_kind(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another kind of dataset; `set_state` skips as many elements of any."""
+        with self._lock:
+            self._open().check_kind(state)
+
     @property
     def position(self) -> int:
         """The number of elements given to programs so far."""

@@ -186,6 +186,18 @@ class Reader:
         produced, state = self._states[0]
         return {"source": encode_state(state), "source_at": produced}
 
+    def check_kind(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another kind of dataset, whose elements come in another order."""
+        mine = isinstance(self._source, BatchIterator)
+        if ("recipe" in state and not mine) or (
+            "source" in state and not can_go_back(self._source)
+        ):
+            kind = "tr.batches" if "recipe" in state else "a dataset whose iterator has a state"
+            raise DataError(
+                f"A fit continues with the dataset that it was begun with: {kind}. Received: "
+                f"{self.name}. Give that dataset, or use another checkpoint directory."
+            )
+
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Seek to element `state["elements"]`; no element after it may have been taken."""
         position = int(state["elements"])

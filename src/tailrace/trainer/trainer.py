@@ -19,7 +19,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count, check_flag
 from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, OptionError
+from tailrace.errors import OptionError
 from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
@@ -201,7 +201,8 @@ class Trainer(Measuring, LookingBack):
 
         Set it to change any of them, also in a callback; structure, shapes and dtypes stay.
         """
-        return self.engine.copied(self.engine.state)
+        with self._fits.reading():
+            return self.engine.copied(self.engine.state)
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -210,15 +211,16 @@ class Trainer(Measuring, LookingBack):
     @property
     def params(self) -> Any:
         """A copy of the current parameters."""
-        params = self.engine.copied(self.engine.state.params)
-        return self._bound.shown_params(
-            params if self.pipeline is None else self.pipeline.tie(params)
-        )
+        with self._fits.reading():
+            params = self.engine.copied(self.engine.state.params)
+        params = params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(params)
 
     @property
     def model_state(self) -> Any:
         """A copy of the current model state."""
-        return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
+        with self._fits.reading():
+            return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
 
     @property
     def model(self) -> Any:
@@ -369,35 +371,31 @@ class Trainer(Measuring, LookingBack):
             CheckpointError: the checkpoint belongs to another fit, or cannot be read or written.
             ProgramError: another fit of this trainer is running.
         """
-        # What can be refused is refused here, before anything is read, traced or written.
-        self._check_alone()
-        engine, duration = self.engine, Duration.of(steps, epochs)
-        Patience(timeout_s)  # refused here, not once the program is traced
-        if progress is not None:
-            progress = check_flag("progress", progress, error=OptionError)
-        if inputs is not None:
-            self.set_inputs(inputs)
-        source = as_dataset(dataset)
-        if duration.steps is None and source.endless:
-            raise DataError(
-                f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
-                f"end. Use fit(steps=...), or a dataset that does not repeat."
+        with self._fits.alone():
+            # What can be refused is refused here, before anything is read, traced or written.
+            engine, duration = self.engine, Duration.of(steps, epochs)
+            Patience(timeout_s)  # refused here, not once the program is traced
+            if progress is not None:
+                progress = check_flag("progress", progress, error=OptionError)
+            if inputs is not None:
+                self.set_inputs(inputs)
+            source = as_dataset(dataset)
+            duration.check_ends(source)
+            evaluate = partial(self.evaluate, timeout_s=timeout_s)
+            validation = Validation(validation_data, validation_every, evaluate)
+            call = FitCall(
+                dataset,
+                duration,
+                agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
+                validation,
+                check_callbacks(callbacks, validation.has_data),
+                # One progress bar for all processes.
+                progress if distributed.writes() else False,
+                self._fits.saving(checkpoint, duration, validation),
+                timeout_s,
+                Progress(engine.step, self._fits.epochs),
             )
-        evaluate = partial(self.evaluate, timeout_s=timeout_s)
-        validation = Validation(validation_data, validation_every, evaluate)
-        call = FitCall(
-            dataset,
-            duration,
-            agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
-            validation,
-            check_callbacks(callbacks, validation.has_data),
-            # One progress bar for all processes.
-            progress if distributed.writes() else False,
-            self._fits.saving(checkpoint, duration, validation),
-            timeout_s,
-            Progress(engine.step, self._fits.epochs),
-        )
-        self._fits.run(self, call, None if trace is None else as_trace(trace))
+            self._fits.run(self, call, None if trace is None else as_trace(trace))
         return self.history
 
     def _check_alone(self) -> None:
@@ -416,7 +414,8 @@ class Trainer(Measuring, LookingBack):
         Raises:
             CheckpointError: the path is taken, or cannot be written.
         """
-        save_state(self.engine, self._fits.epochs, path)
+        with self._fits.reading():
+            save_state(self.engine, self._fits.epochs, path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore the state, step and seed of a checkpoint; the next fit reads its dataset from the
@@ -464,7 +463,8 @@ class Trainer(Measuring, LookingBack):
             ProgramError: values of batches have different shapes, and cannot be combined.
         """
         fn = self._eval_fn if fn is None else self._bound.function(fn)
-        return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine, timeout_s)
+        with self._fits.reading():
+            return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine, timeout_s)
 
     def predict(
         self,
@@ -505,9 +505,10 @@ class Trainer(Measuring, LookingBack):
                 f"as predict(dataset, fn)."
             )
         # A copy: the caller may continue training while results are read.
-        if live:
-            return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)
-        return self._evaluator.predict(dataset, fn, read, timeout_s)
+        with self._fits.reading():
+            if live:
+                return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)
+            return self._evaluator.predict(dataset, fn, read, timeout_s)
 
     def __repr__(self) -> str:
         return trainer_text(self.engine, self.history, self.records)

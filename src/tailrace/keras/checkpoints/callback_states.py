@@ -74,7 +74,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 
 def set_plain_state(callback: keras.callbacks.Callback, state: Mapping[str, Any]) -> None:
-    """Restore the state of a callback."""
+    """Restore the state of a callback, if it has one."""
+    if not state:
+        return
     decoded = {name: _decoded(value) for name, value in state.items() if name != LENGTH}
     own: Any = callback
     if callable(getattr(own, "set_state", None)):

@@ -40,6 +40,7 @@ def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
         # except with shuffle="batch".
         draws=not from_tensorflow and (not arrays or call["shuffle"] == "batch"),
         dataset=x if from_tensorflow or read_once(x) else None,
+        shuffle=call["shuffle"] if arrays else None,
     )
 
 

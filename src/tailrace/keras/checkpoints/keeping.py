@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from tailrace.keras.programs.steps import Stepping
 from tailrace.keras.programs.train import Training
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.callback_matching import states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.directory import Kept
@@ -66,6 +67,7 @@ class FitForm:
         draws: whether reading a batch may draw random numbers.
         dataset: the dataset, if its order differs in each iteration, or it can be read only once; else
             None.
+        shuffle: how arrays are shuffled; None for other data, which `fit(shuffle=)` does not concern.
     """
 
     epochs: int
@@ -76,6 +78,7 @@ class FitForm:
     size: int | None
     draws: bool
     dataset: Any
+    shuffle: bool | str | None
 
 
 class Keeping:
@@ -158,7 +161,7 @@ class Keeping:
             if form.epochs < found["epochs"]:
                 note_once(
                     f"fit(epochs={form.epochs}): the checkpoint directory holds a fit that went "
-                    f"further ({found['epochs']} epochs). Its end is returned.",
+                    f"further ({found['epoch']} epochs, {found['done']} batches). Its end is returned.",
                     key=f"smaller fit {kept.path}",
                 )
             return form.epochs
@@ -177,7 +180,8 @@ class Keeping:
         if found["ended"]:
             return form.epochs <= found["epochs"]
         # After its last epoch a fit has still to end: callbacks may restore the best weights then.
-        return found["epoch"] > form.epochs
+        # With batches of the next one it does not: it would end in the middle of an epoch.
+        return (found["epoch"], found["done"]) > (form.epochs, 0)
 
     def _check(self, found: Mapping[str, Any], form: FitForm) -> None:
         # What decides where epochs and steps end. Lengths that lead to the same places may differ.
@@ -185,6 +189,9 @@ class Keeping:
             "batches of an epoch": (form.batches, found["batches"]),
             "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
         }
+        # Of earlier versions it is not known.
+        if "shuffle" in found:
+            here["shuffle"] = (form.shuffle, found["shuffle"])
         # Other lengths are fine if an execution can end where the checkpoint is: Keras counts in
         # whole ones.
         if found["execution"] != form.execution and found["done"] % form.execution:
@@ -238,12 +245,13 @@ class Keeping:
         """Whether the directory contains a checkpoint of this fit."""
         return self._note is not None
 
-    @property
-    def states(self) -> list[dict[str, Any]]:
-        """The saved states of the callbacks; empty if the fit starts."""
-        if self._note is None:
-            return []
-        return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
+    def states(self, callbacks: Sequence[object]) -> list[dict[str, Any]]:
+        """The saved states of the callbacks; empty ones if the fit starts."""
+        # Of a finished fit Keras' loop gets no callbacks: the script's get their states afterwards.
+        if self._note is None or (self.finished and not callbacks):
+            return [{} for _ in callbacks]
+        states = [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
+        return states_of(callbacks, states, self._note.get("callback_classes"))
 
     @property
     def _program(self) -> TrainingProgram:
@@ -347,6 +355,7 @@ class Keeping:
         model: keras.Model,
         position: Mapping[str, Any],
         callbacks: list[Any],
+        classes: list[str],
         *,
         ended: bool = False,
         best: bool = False,
@@ -359,6 +368,7 @@ class Keeping:
             position: the position of the fit: `epoch`, the batches `done` in it, its `logs`,
                 `random_then`.
             callbacks: the states of its callbacks.
+            classes: the names of their classes.
             ended: whether the fit has ended.
             best: whether the monitored value is the best so far.
             wait: whether to wait until it is written, and raise an error if that fails.
@@ -368,7 +378,7 @@ class Keeping:
         program.settle()
         self._writer.save(
             program.steps,
-            lambda: self._snapshot(model, position, callbacks, ended),
+            lambda: self._snapshot(model, position, callbacks, classes, ended),
             ended=ended,
             best=best and not ended,
         )
@@ -376,7 +386,12 @@ class Keeping:
             self._writer.wait(last=True)
 
     def _snapshot(
-        self, model: keras.Model, position: Mapping[str, Any], callbacks: list[Any], ended: bool
+        self,
+        model: keras.Model,
+        position: Mapping[str, Any],
+        callbacks: list[Any],
+        classes: list[str],
+        ended: bool,
     ) -> Snapshot:
         program, form = self._program, self._form
         assert form is not None
@@ -400,6 +415,7 @@ class Keeping:
             "random": random_state(),
             "epochs": form.epochs,
             "batches": form.batches,
+            "shuffle": form.shuffle,
             "per_step": form.per_step,
             "names": program.layout.names,
             "execution": form.execution,
@@ -409,6 +425,7 @@ class Keeping:
             "best": None if self._monitor is None else self._monitor.best,
             "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
             "callbacks": states,
+            "callback_classes": classes,
         }
         note = {"step": program.steps, KIND: found}
         return Snapshot({**arrays, **stored}, note, program.mark())

@@ -16,6 +16,7 @@ from tailrace.keras.checkpoints.callback_states import (
 from tailrace.keras.checkpoints.keeping import Keeping, TrainingProgram
 from tailrace.keras.checkpoints.random_sources import random_state
 from tailrace.keras.programs.pacing import Pacing
+from tailrace.trainer.checkpoints.callback_matching import classes_of
 
 
 class KeptCallbacks(keras.callbacks.CallbackList):
@@ -62,9 +63,9 @@ class KeptCallbacks(keras.callbacks.CallbackList):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Restore all state, after callbacks have begun as usual."""
-        states = self._keeping.states
+        states = self._keeping.states(self._users)
         # Before `on_train_begin`, in which a CSVLogger opens its file: to append, or to overwrite.
-        put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=False)]
+        put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=True)]
         super().on_train_begin(logs)
         for put in put_back:
             put()
@@ -73,7 +74,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         self._before = [plain_state(one) for one in self._users]
         model: Any = self.model
         self._keeping.begin(self._program(), model)
-        for callback, state in zip(self._users, states, strict=False):
+        for callback, state in zip(self._users, states, strict=True):
             set_plain_state(callback, state)
         if not self._keeping.took_up:
             self._save(self._epoch, 0)
@@ -91,7 +92,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             self._done = -(-resumed.done // self._pacing.execution) * self._pacing.execution
             if resumed.done:  # callbacks that change variables at the start of an epoch already did
                 keeping.put_values(program, of_replicas=True)
-                for callback, state in zip(self._users, keeping.states, strict=False):
+                states = keeping.states(self._users)
+                for callback, state in zip(self._users, states, strict=True):
                     set_plain_state(callback, state)
         self._random_of_epoch, self._begun = random_state(), program.begun
         if self._first:
@@ -167,7 +169,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             "random_then": self._random_then,
         }
         model: Any = self.model
-        self._keeping.save(model, position, states, **kind)
+        self._keeping.save(model, position, states, classes_of(self._users), **kind)
 
 
 def _number(value: SupportsFloat) -> float | None:

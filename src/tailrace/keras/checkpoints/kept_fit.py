@@ -59,7 +59,7 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
                 raise
         if not keeping.finished:
             kept.save_end()
-        for callback, state in zip(ended, keeping.states, strict=False):
+        for callback, state in zip(ended, keeping.states(ended), strict=True):
             set_plain_state(callback, state)  # the script may ask them what they have seen
         interrupts.reraise()  # a signal in the last epoch of a fit that a callback stopped
     return history

@@ -332,8 +332,7 @@ class LoopRunner:
             return "what comes before the loop"
         before = [one for one in self._executables.values() if one.segment is segment]
         if not before:
-            forms = [leaf for queue in self.infeeds for leaf in queue.spec().leaves]
-            shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in forms)
+            shown = ", ".join(queue.spec().text for queue in self.infeeds)
             return f"the first program for elements of {shown}"
         if length not in [one.length for one in before]:
             return f"executions of up to {length} steps"

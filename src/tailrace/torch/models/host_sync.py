@@ -46,6 +46,7 @@ class FollowingModel(Model):
         self._dirty, self.version, self._step = False, 0, 0
         self._follows, self._restructured, self._reloaded = True, False, False
         self._held: TrainState | None = None
+        self._host_writes = 0
         self._unused: frozenset[str] = frozenset()
         module, self._sharing = self.module, Sharing(self)
         self._sharing.tensors = dict((*module.named_parameters(), *module.named_buffers()))
@@ -105,33 +106,13 @@ class FollowingModel(Model):
             link(self.module, self)
             self._sharing.join(self.module)
         self._take_shared()
+        self._note_lost_weights()
         if self._outdated():
             self._start_over(self.optimizer)
-        elif self._program is not None or self._held is not None:
-            self._note_lost_writes()
         bound = self._device_optimizer
         chosen = self._follows and bound.choices() != self._choices
         if self._reloaded or chosen or bound.forms() != self._forms:
             self._take_optimizer(self.optimizer)
-
-    def _note_lost_writes(self) -> None:
-        """Log that the host's weights were changed and not copied: the device goes on with its own."""
-        # Weights that other models train are written by those.
-        if self._versions != self._current_versions() and not self._sharing.others:
-            note_once(
-                "Weights were changed on the host, by a step of the optimizer, load_state_dict of the "
-                "module or in place, and this call trains those on the device, which are other ones. "
-                "After a change call model.copy_weights_to_device()."
-            )
-            self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        """PyTorch counts the writes to each tensor."""
-        listed = self._device_optimizer.listed
-        return [param._version for param in listed if not param.is_inference()]
 
     def _outdated(self) -> bool:
         """Whether the module has other parameters than the program, or other dtypes."""
@@ -144,6 +125,7 @@ class FollowingModel(Model):
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
         self._take_optimizer(self.optimizer, again=True)
+        self._count_host_writes()
 
     def _before_run(self) -> None:
         if self._follows:
@@ -161,11 +143,31 @@ class FollowingModel(Model):
             self._program.set_hypers(values)
             self._hypers = values
 
+    def _count_host_writes(self) -> None:
+        """Record how often the parameters on the host were written, to detect further writes."""
+        self._host_writes = self._writes()
+
+    def _writes(self) -> int:
+        # Not those of buffers: an inference model with the same module writes them too.
+        tensors = self._sharing.tensors.values()
+        params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+        return sum(one._version for one in params if not one.is_inference())
+
+    def _note_lost_weights(self) -> None:
+        """Log that weights were changed on the host, where the next call does not read them."""
+        exists = self._program is not None or self._held is not None
+        if exists and not self._restructured and self._writes() != self._host_writes:
+            note_once(
+                "Weights were changed on the host (by a step of the optimizer, load_state_dict of the "
+                "module, or in place), but this call trains those on the device: the change is lost. "
+                "Call model.copy_weights_to_device() after it."
+            )
+            self._count_host_writes()
+
     def _note_form(self) -> None:
         """Record what the program depends on, to detect changes."""
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
-        self._note_versions()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:
         """Continue with the current flags, parameters and state of an optimizer."""
@@ -210,6 +212,7 @@ class FollowingModel(Model):
         # A module with other parameters is read from the host as a whole, by `_start_over`.
         if not names or self._restructured:
             return
+        self._count_host_writes()  # by the other models
         values = {name: array_of(self._sharing.tensors[name]) for name in names}
         if self._program is not None:
             self._program.put_weights(values)

@@ -74,7 +74,7 @@ class TrainingModel(FollowingModel):
                 tensor.copy_(tensor_of(source[name]))
             for name, tensor in self.module.named_buffers():
                 tensor.copy_(tensor_of(state.model_state[name]))
-        self._note_versions()
+        self._count_host_writes()
         if not self._reloaded:
             self._device_optimizer.take_over(state.optimizer_state)
 
@@ -97,7 +97,7 @@ class TrainingModel(FollowingModel):
             self._held = jax.tree.map(jnp.array, state)
         else:
             self._program.put(state)
-        self._note_versions()
+        self._count_host_writes()
         self.version += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -162,6 +162,7 @@ class TrainingModel(FollowingModel):
         self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
         self._note_form()
+        self._count_host_writes()  # what was written before is replaced on purpose
         # The module gets these weights when it is read next.
         self._dirty = True
         self.version += 1

@@ -22,6 +22,7 @@ from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.callback_matching import classes_of, states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
@@ -70,8 +71,10 @@ class TakenUp:
         position: its position in the dataset.
         pace: the chosen length of executions.
         callbacks: the states of its callbacks.
+        classes: the classes of its callbacks; None if they are not known.
         finished: whether there is nothing left to do.
         run_end: the end of its run directory.
+        element: the form of an element of its dataset; None if it is not known.
     """
 
     progress: Progress
@@ -80,12 +83,15 @@ class TakenUp:
     position: Mapping[str, Any]
     pace: Mapping[str, Any]
     callbacks: list[dict[str, Any]]
+    classes: list[str] | None
     finished: bool
     run_end: Any
+    element: str | None
 
     def put_states(self, callbacks: Sequence[Callback]) -> None:
         """Restore the states of callbacks."""
-        for callback, state in zip(callbacks, self.callbacks, strict=False):
+        states = states_of(callbacks, self.callbacks, self.classes)
+        for callback, state in zip(callbacks, states, strict=True):
             if state:
                 callback.set_state(state)
 
@@ -129,6 +135,7 @@ class Saving:
         self._writer = CheckpointWriter(checkpoint, number)
         self.monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._fit: FitParts | None = None
+        self._element = ""
 
     @property
     def directory(self) -> str:
@@ -203,8 +210,10 @@ class Saving:
             own_position(fit["positions"]),
             fit["pace"],
             _callback_states(fit["callbacks"], arrays),
+            fit.get("callback_classes"),
             finished,
             note["run"],
+            fit.get("element"),
         )
 
     def check_last(self, journal: Journal) -> None:
@@ -244,11 +253,13 @@ class Saving:
         }
         for what, (now, then) in here.items():
             if now != then:
-                raise CheckpointError(
-                    f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to "
-                    f"another training: {what}: {then!r} there, {now!r} here. Use what it was saved "
-                    f"with, or another directory."
-                )
+                raise self._another(what, then, now)
+
+    def _another(self, what: str, then: object, now: object) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint directory {self.directory!r} belongs to another training: {what}: "
+            f"{then!r} there, {now!r} here. Use what it was saved with, or another directory."
+        )
 
     def _note_another_optimizer(self, then: str | None, finished: bool) -> None:
         """Say that the optimizer is another one: meant, or the directory of another training."""
@@ -266,6 +277,11 @@ class Saving:
     def restore_position(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
+        # Not in `bring_to`: a replay from a list of the same elements proves that they are.
+        fit.feed.check_kind(taken.position)
+        # After the recipe of `tr.batches` was compared, which says more: a batch size.
+        if taken.element not in (None, self._element):
+            raise self._another("an element of the dataset", taken.element, self._element)
         taken.put_states(fit.callbacks)
 
     # -- saving ---------------------------------------------------------------------------------
@@ -273,6 +289,8 @@ class Saving:
     def begin(self, fit: FitParts, fresh: bool) -> None:
         """Start; the state before the first step is saved too."""
         self._fit = fit
+        # Now, when an element was read for it: later, a save would wait for the first of the next pass.
+        self._element = fit.feed.spec().text
         # The period counts from here: a fit that was just resumed has a checkpoint.
         self._writer.started_at(self._reached)
         if fresh:
@@ -340,6 +358,7 @@ class Saving:
                 "ended": ended,
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
+                "element": self._element,
                 "optimizer": optimizer_text(engine.optimizer),
                 # Each process reads its own part of the data.
                 "positions": gathered(fit.feed.get_state()),
@@ -347,6 +366,7 @@ class Saving:
                 # For a replay: a loop with other room is another program, and may round differently.
                 "capacity": engine.runner.capacity,
                 "callbacks": states,
+                "callback_classes": classes_of(fit.callbacks),
                 "best": None if self.monitor is None else self.monitor.best,
             },
         }

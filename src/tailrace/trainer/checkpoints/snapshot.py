@@ -120,7 +120,11 @@ def check_forms(
         if not same:
             there = f"a random key ({keys[name]})" if name in keys else _form(stored)
             wrong.append(f"{name}: {_form(leaf)} here, {there} in the checkpoint")
-    wrong += [f"{name}: missing here, {_form(found[name])}" for name in found if name not in now]
+    wrong += [
+        f"{name}: missing here, {_form(found[name])} in the checkpoint"
+        for name in found
+        if name not in now
+    ]
     if wrong:
         raise CheckpointError(
             f"The state in the checkpoint does not have the form of the trainer's: "

@@ -6,7 +6,8 @@ import dataclasses
 
 from tailrace.data.array_like import TensorLike
 from tailrace.data.counts import check_count
-from tailrace.errors import OptionError
+from tailrace.data.dataset import Dataset
+from tailrace.errors import DataError, OptionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,14 @@ class Duration:
             return cls(check_count("steps", steps, at_least=0, error=OptionError))
         epochs = 1 if epochs is None else epochs
         return cls(None, check_count("epochs", epochs, at_least=0, error=OptionError))
+
+    def check_ends(self, source: Dataset) -> None:
+        """Refuse epochs of a dataset that repeats without end."""
+        if self.steps is None and source.endless:
+            raise DataError(
+                f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
+                f"end. Use fit(steps=...), or a dataset that does not repeat."
+            )
 
     def __str__(self) -> str:
         return f"steps={self.steps}" if self.epochs is None else f"epochs={self.epochs}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
@@ -50,14 +51,37 @@ class Fits:
         self._pace: Pace | None = None
         self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
+        self._turn = threading.Lock()
 
     def check_alone(self) -> None:
         """Raise an error if a fit is running: there is one state, and one place in it."""
-        if self._running is not None:
-            raise ProgramError(
-                "A trainer runs one fit at a time, and one is running. Call this after it has ended (a "
-                "callback ends it with trainer.stop()), or make a second trainer."
-            )
+        if self._turn.locked():
+            raise _not_alone()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The turn of one fit, from its arguments on: another thread may call `fit` meanwhile."""
+        if not self._turn.acquire(blocking=False):
+            raise _not_alone()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Say why the state cannot be read, where another thread reads it while a fit runs."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            # JAX's words for an array that an execution has overwritten.
+            if self._turn.locked() and "deleted" in str(error):
+                raise ProgramError(
+                    "The executions of a running fit overwrite the state of its trainer, so that "
+                    "another thread cannot read it. Read it, evaluate and predict in a callback, or "
+                    "after the fit."
+                ) from error
+            raise
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
@@ -97,6 +121,7 @@ class Fits:
             call: the arguments of the fit.
             trace: its timeline; None for none.
         """
+        call.validation.check_readable(call.duration, call.total)
         with (
             trace if trace is not None else nullcontext(),
             call.saving.open() if call.saving is not None else nullcontext(),
@@ -168,3 +193,10 @@ class Fits:
             if source.restartable and source.length is None:
                 feed.remaining(1)  # the fit found the end of the pass by reading on
             self._engine.let_go(dataset, feed)
+
+
+def _not_alone() -> ProgramError:
+    return ProgramError(
+        "A trainer runs one fit at a time, and one is running. Call this after it has ended (a "
+        "callback ends it with trainer.stop()), or make a second trainer."
+    )

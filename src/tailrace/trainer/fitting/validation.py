@@ -11,6 +11,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count
 from tailrace.errors import DataError, DataExhausted, DataTimeout, OptionError
 from tailrace.messages import note_once
+from tailrace.trainer.fitting.fit_progress import Duration
 
 
 class Validation:
@@ -56,6 +57,23 @@ class Validation:
     def has_data(self) -> bool:
         """Whether there is anything to validate on."""
         return self._data is not None
+
+    def check_readable(self, duration: Duration, total: int | None) -> None:
+        """Refuse data that can be read only once, if the fit validates more often.
+
+        Args:
+            duration: the requested duration.
+            total: the number of steps of the fit; None if it is known only by reading the dataset.
+        """
+        if not self.has_data or (source := as_dataset(self._data)).restartable:
+            return
+        # A fit by steps is one epoch.
+        times = (duration.epochs or 1) if self.steps is None else (total or 0) // self.steps
+        if times > 1:
+            raise DataError(
+                f"fit({duration}) reads validation_data {times} times, but {source.name} can be read "
+                f"only once. Give a list, tr.batches(...), or a function that makes an iterator."
+            )
 
     def until_next(self, done: int) -> int | None:
         """The number of steps until the next validation, after `done` of them; None for no limit."""
