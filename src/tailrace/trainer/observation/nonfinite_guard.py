@@ -16,7 +16,7 @@ from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import listed
-from tailrace.program.nonfinite import INFEED, Culprit, find_culprit, step_block
+from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
@@ -151,54 +151,51 @@ def diagnose(
 ) -> NonFiniteError:
     """Replay the bad step from the elements kept on the host; the error that describes it."""
     step, replica, names = bad
-    number, local = first_step + step, runner.placement.local_replicas
+    replicas, local = runner.placement.replicas, runner.placement.local_replicas
     # The elements of a replica are on the host of the process that feeds it.
     owner = replica // local
     # Before the processes part: reading the state is something that all of them must do.
     args = [jnp.asarray(leaf) for leaf in runner.layout.carried_by(state, replica)]
     if owner != process_index():
         error = NonFiniteError(
-            f"Not finite in step {number}, replica {replica}: {', '.join(names[:3])}. "
+            f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "
             f"Process {owner}, which computes that replica, says which operation it was. The "
             f"parameters are those before that step."
         )
-        error.step = number
+        error.step = first_step + step
         return error
     start = step * microbatches * local + replica % local
     rows = slice(start, start + microbatches * local, local)
     infeed = runner.infeeds[0]
     elements = infeed.elements_of([leaf[rows] for leaf in staged.host])
+    number = first_step + step
     # As the program has them: `tr.key()` draws what it drew then, dropout included.
     ambient = Ambient(jax.random.key(jnp.uint32(seed % 2**32)), number, replica)
     frame = Frame(ambient, {infeed: step_block(elements)})
     found = find_culprit(runner.traced, args, frame)
     culprit = found.culprit
-    if culprit is not None and culprit.operation == INFEED and reading is not None:
+    from_data = culprit is not None and culprit.operation == INFEED
+    if culprit is not None and from_data and reading is not None:
         place = start + culprit.microbatch * local
-        row = _row_in_dataset(infeed, reading, place, culprit.row)
-        culprit = dataclasses.replace(culprit, dataset_row=row)
+        number_of_row = _row_in_dataset(infeed, reading, place, culprit.row)
+        culprit = dataclasses.replace(culprit, dataset_row=number_of_row)
     # Flags say which tensors were bad, a replay also in which order: the first is nearest the cause.
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names
-    which = f"step {number}" + (f", replica {replica}" if runner.placement.replicas > 1 else "")
+    shown = listed([*map(repr, names)])
+    which = f"step {number}" + (f", replica {replica}" if replicas > 1 else "")
     if culprit is not None and microbatches > 1:
         which += f", microbatch {culprit.microbatch}"
-    error = NonFiniteError(_described(which, names, culprit))
-    error.step, error.culprit = number, culprit
-    return error
-
-
-def _described(which: str, names: Sequence[str], culprit: Culprit | None) -> str:
-    """The message: where it was, which tensors, the cause, and what to change."""
-    shown = listed([*map(repr, names)])
     why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
     advice = "Lower the learning rate, clip gradients, or look at the row."
-    if culprit is not None and culprit.operation == INFEED:
+    if culprit is not None and from_data:
         numbered = culprit.dataset_row >= 0
         without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
         advice = f"Correct the data, or leave that row out{without}."
-    return (
+    error = NonFiniteError(
         f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
     )
+    error.step, error.culprit = number, culprit
+    return error
 
 
 def _row_in_dataset(feed: object, reading: tuple[int, int, int], place: int, row: int) -> int:
