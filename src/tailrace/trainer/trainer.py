@@ -487,7 +487,7 @@ class Trainer(Measuring, LookingBack):
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
                 f"as predict(dataset, fn)."
             )
-        # A copy: the caller may continue training while results are read.
+        # A copy: the caller may go on training while results are read.
         if live:
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)

@@ -154,87 +154,13 @@ WIDENED = frozenset(
 """Operations that PyTorch computes in 32 bits for 16-bit tensors."""
 
 
-def _lowered(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
-    """An operator of torchax, which is asked how it wants its arguments.
-
-    Args:
-        func: PyTorch's function.
-        run: what computes it.
-        **flags: as arrays or as tensors, with the environment or without.
-    """
-    from torchax.ops import ops_registry
-
-    kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
-    return ops_registry.Operator(func, run, **{**kinds, **flags})
-
-
-def _mutating(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
-    """An operator that writes to its first argument."""
-    return _lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
-
-
-def _own_operators(theirs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The operators that replace torchax's or are added to them; some wrap one of `theirs`."""
-    from torchax.ops.op_base import InplaceOp
-
-    made: dict[Any, Any] = {}
-    for func, run in LOWERED.items():
-        for one in _with_overloads(func):
-            made[one] = _lowered(one, run)
-    for func in ELEMENTWISE:
-        for one in _with_overloads(getattr(aten, f"{func.__name__}_", None)):
-            made[one] = _mutating(one, InplaceOp(func))
-    for func, draw in DRAWN.items():
-        for one in _with_overloads(func):
-            made[one] = _mutating(one, random_numbers.in_place(draw), needs_env=True)
-    for func in RESHAPING:
-        for one in _with_overloads(func):
-            if (plain := _out_of_place(one)) is not None:
-                made[one] = _mutating(one, InplaceOp(plain, True))
-    in_place = aten.polygamma_.default
-    made[in_place] = _mutating(in_place, polygamma_in_place)
-    for one in _with_overloads(aten.copy_):
-        made[one] = _mutating(one, _copied, needs_env=True)
-    for func in (aten.fill_, aten.zero_):
-        for one in _with_overloads(func):
-            made[one] = _mutating(one, _filled, needs_env=True)
-    for one in _with_overloads(aten.normal):
-        made[one] = _lowered(one, random_numbers.normal_of, needs_env=True)
-    for func, run in OF_TENSORS.items():
-        for one in _with_overloads(func):
-            made[one] = _lowered(one, run, is_jax_function=False)
-    for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
-        made[one] = _lowered(one, random_numbers.rrelu, needs_env=True)
-    for make in MAKERS:
-        run = tensor_from(make)
-        made[make] = _lowered(make, run, is_jax_function=False, needs_env=True)
-    functional_normal = aten.normal_functional.default
-    made[functional_normal] = _lowered(
-        functional_normal, random_numbers.normal_like, needs_env=True
-    )
-    for func, change in {**WRAPPED, **SPREAD, aten.pow: elementwise.power_of}.items():
-        for one in [f for f in _with_overloads(func) if f in theirs]:
-            made[one] = _lowered(one, change(theirs[one].func))
-    reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
-    for one in _with_overloads(aten.scatter_reduce):
-        made[one] = _lowered(one, reduce)
-    # At the level of operations: `nn.Conv2d` and the transposed ones all end here.
-    convolve = theirs[aten.convolution].func
-    made[aten.convolution] = _lowered(aten.convolution, _grouped(convolve))
-    for one in (
-        functional.scaled_dot_product_attention,
-        aten.scaled_dot_product_attention,
-    ):
-        made[one] = _lowered(one, attention.attend, needs_env=True)
-    return made
-
-
-def _change_tensor_classes() -> None:
-    """Give torchax's tensors the methods that no mode intercepts, with PyTorch's behaviour."""
-    from torchax.tensor import Tensor
+def make_environment() -> Any:
+    """An environment of torchax with these lowerings; torchax's environment is unchanged."""
+    from torchax.ops import op_base, ops_registry
+    from torchax.tensor import Environment, OperatorNotFound, Tensor
     from torchax.view import View
 
-    # One casts its tensor in place, one loses the base of a view: PyTorch's own are used instead.
+    # Methods that no mode intercepts: one casts its tensor in place, one loses the base of a view.
     for name in {"flatten", "type_as"} & set(vars(Tensor)):
         delattr(Tensor, name)
     kinds: tuple[Any, ...] = (Tensor, View)
@@ -245,21 +171,71 @@ def _change_tensor_classes() -> None:
         kind.detach = _detached(kind.detach)
         kind.data = property(lambda self: self.detach(), _with_data)
 
-
-def make_environment() -> Any:
-    """An environment of torchax with these lowerings; torchax's environment is unchanged."""
-    from torchax.ops.op_base import InplaceOp
-    from torchax.tensor import Environment, OperatorNotFound
-
-    _change_tensor_classes()
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
+
+    # torchax asks an operator how it wants its arguments: as arrays, as tensors, with the environment.
+    def lowered(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
+        kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
+        return ops_registry.Operator(func, run, **{**kinds, **flags})
+
+    def mutating(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
+        return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
 
     class Lowerings(Environment):
         """torchax's environment with more lowerings."""
 
         def load_ops(self) -> None:
             super().load_ops()
-            self._ops.update(_own_operators(dict(self._ops)))
+            # A copy: some lowerings of ours wrap torchax's, which are replaced in the table below.
+            theirs = dict(self._ops)
+            for func, run in LOWERED.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = lowered(one, run)
+            for func in ELEMENTWISE:
+                for one in _with_overloads(getattr(aten, f"{func.__name__}_", None)):
+                    self._ops[one] = mutating(one, op_base.InplaceOp(func))
+            for func, draw in DRAWN.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for func in RESHAPING:
+                for one in _with_overloads(func):
+                    if (plain := _out_of_place(one)) is not None:
+                        self._ops[one] = mutating(one, op_base.InplaceOp(plain, True))
+            in_place = aten.polygamma_.default
+            self._ops[in_place] = mutating(in_place, polygamma_in_place)
+            for one in _with_overloads(aten.copy_):
+                self._ops[one] = mutating(one, _copied, needs_env=True)
+            for func in (aten.fill_, aten.zero_):
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, _filled, needs_env=True)
+            for one in _with_overloads(aten.normal):
+                self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            for func, run in OF_TENSORS.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = lowered(one, run, is_jax_function=False)
+            for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
+                self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
+            for make in MAKERS:
+                run = tensor_from(make)
+                self._ops[make] = lowered(make, run, is_jax_function=False, needs_env=True)
+            functional_normal = aten.normal_functional.default
+            self._ops[functional_normal] = lowered(
+                functional_normal, random_numbers.normal_like, needs_env=True
+            )
+            for func, change in {**WRAPPED, **SPREAD, aten.pow: elementwise.power_of}.items():
+                for one in [f for f in _with_overloads(func) if f in theirs]:
+                    self._ops[one] = lowered(one, change(theirs[one].func))
+            reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
+            for one in _with_overloads(aten.scatter_reduce):
+                self._ops[one] = lowered(one, reduce)
+            # At the level of operations: `nn.Conv2d` and the transposed ones all end here.
+            convolve = theirs[aten.convolution].func
+            self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
+            for one in (
+                functional.scaled_dot_product_attention,
+                aten.scaled_dot_product_attention,
+            ):
+                self._ops[one] = lowered(one, attention.attend, needs_env=True)
 
         def dispatch(
             self,
@@ -350,15 +326,15 @@ def make_environment() -> Any:
             known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
             # PyTorch's compositions may write through views, which are not tracked here.
             if not known and (plain := _out_of_place(func)) is not None:
-                return _mutating(func, InplaceOp(plain, _reshapes(func)))
+                return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
             try:
                 return super()._get_op_or_decomp(func)
             except OperatorNotFound:
                 if _is_composed(func):
-                    return _lowered(func, _composed(func, func.decompose), is_jax_function=False)
+                    return lowered(func, _composed(func, func.decompose), is_jax_function=False)
                 if func in decompositions:
                     run = _composed(func, decompositions[func])
-                    return _lowered(func, run, is_jax_function=False)
+                    return lowered(func, run, is_jax_function=False)
                 raise
 
     return Lowerings()
