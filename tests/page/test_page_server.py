@@ -19,6 +19,7 @@ from made_runs import NAMES, MadeRun, falling, healthy_stats
 from served_page import Served
 
 import tailrace as tr
+from changed_json import changed, places
 from tailrace.cli.command_line import main
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.page import followed
@@ -299,25 +300,6 @@ def test_a_run_that_cannot_be_read_says_why_and_others_are_shown(tmp_path, made,
 WRONG = (None, -1, 10**15, "x", [], {}, 1.5, ["a", "b"], {"a": 1})
 
 
-def places_of(value, path=()):
-    """All places in a tree of JSON; of a list only the first two."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else ()
-    for key, one in list(enumerate(value[:2])) if isinstance(value, list) else inner:
-        yield from places_of(one, (*path, key))
-
-
-def changed(text, path, new):
-    value = json.loads(text)
-    if not path:
-        return json.dumps(new)
-    inner = value
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = new
-    return json.dumps(value)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_any_wrong_description_is_answered_with_json(tmp_path):
     """Whatever the files of a run say: every question has an answer, or a sentence."""
@@ -330,7 +312,7 @@ def test_any_wrong_description_is_answered_with_json(tmp_path):
     cases = [
         (file, path, new)
         for file, text in plain.items()
-        for path in places_of(json.loads(text))
+        for path in places(json.loads(text))
         for new in WRONG
     ]
     query = {"runs": "0", "name": NAMES[0], "stage": "0", "microbatch": "0"}

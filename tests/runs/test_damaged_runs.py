@@ -1,4 +1,4 @@
-"""Files that say something else than what was written: a sentence, never a traceback or wrong rows."""
+"""Files that say something other than what was written: a sentence, never a traceback or wrong rows."""
 
 import json
 import random
@@ -6,30 +6,9 @@ import random
 import pytest
 
 import tailrace as tr
+from changed_json import changed, places
 
 WRONG = (None, -1, 10**15, "x", [], {}, 1.5, ["a", "b"], {"a": 1})
-
-
-def places(value, path=()):
-    """All places in a tree of JSON; of a list only the first two."""
-    yield path
-    if isinstance(value, dict):
-        for key in value:
-            yield from places(value[key], (*path, key))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value[:2]):
-            yield from places(inner, (*path, number))
-
-
-def changed(text, path, new):
-    value = json.loads(text)
-    if not path:
-        return json.dumps(new)
-    inner = value
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = new
-    return json.dumps(value)
 
 
 def read_everything(directory):

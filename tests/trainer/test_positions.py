@@ -1,4 +1,4 @@
-"""Datasets that know where they are go on there: what was used before is not read again."""
+"""Datasets with a position continue from it: what was used before is not read again."""
 
 import numpy as np
 import optax
@@ -13,7 +13,7 @@ X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 
 
 class Counted:
-    """Examples of which is counted how many were read."""
+    """Examples that count how many of them were read."""
 
     def __init__(self):
         self.reads = 0
@@ -27,7 +27,7 @@ class Counted:
 
 
 class StatefulLoader:
-    """A loader as torchdata has one: its state says where it is, and the next iterator begins there."""
+    """A loader like torchdata's: its state is its position, and the next iterator begins there."""
 
     def __init__(self, examples):
         self.examples, self.epoch, self.row, self.loaded = examples, 0, 0, False
@@ -80,14 +80,18 @@ class ReshuffledOfLength(Reshuffled):
         return 16
 
 
-def trained(make, directory, kill=None, epochs=3):
-    examples = Counted()
-    trainer = tr.Trainer(
+def make_trainer():
+    return tr.Trainer(
         lambda w, x: ((x @ w - 1) ** 2).mean(),
         optax.sgd(0.01),
         np.zeros(3, np.float32),
         steps_per_execution=2,
     )
+
+
+def trained(make, directory, kill=None, epochs=3):
+    examples = Counted()
+    trainer = make_trainer()
     kept = tr.Checkpoint(directory, every=4)
     callbacks = [] if kill is None else [Kill(kill)]
     trainer.fit(make(examples), epochs=epochs, checkpoint=kept, callbacks=callbacks, progress=False)
@@ -110,16 +114,11 @@ def test_what_was_used_is_not_read_again(tmp_path, make):
 
 @pytest.mark.parametrize("make", [with_state, from_grain, Reshuffled, ReshuffledOfLength])
 def test_fits_that_share_a_dataset(tmp_path, make):
-    """Killed in the second fit: the first is finished, and the dataset goes on as after it."""
+    """Killed in the second fit: the first is finished, and the dataset continues as after it."""
 
     def script(directory, kill=None):
         data = make(Counted())
-        trainer = tr.Trainer(
-            lambda w, x: ((x @ w - 1) ** 2).mean(),
-            optax.sgd(0.01),
-            np.zeros(3, np.float32),
-            steps_per_execution=2,
-        )
+        trainer = make_trainer()
         kept = tr.Checkpoint(directory, every=4)
         for fit in ({"epochs": 2}, {"steps": 6}, {"epochs": 1}):
             callbacks = [] if kill is None or trainer.step < 32 else [Kill(kill)]
@@ -191,12 +190,7 @@ class OneState:
 
 def test_a_state_that_is_changed_afterwards(tmp_path):
     def trained(directory, data, callbacks=()):
-        trainer = tr.Trainer(
-            lambda w, x: ((x @ w - 1) ** 2).mean(),
-            optax.sgd(0.01),
-            np.zeros(3, np.float32),
-            steps_per_execution=2,
-        )
+        trainer = make_trainer()
         kept = tr.Checkpoint(directory, every=4)
         trainer.fit(data, steps=16, checkpoint=kept, callbacks=callbacks, progress=False)
         return trainer
@@ -229,12 +223,7 @@ def test_a_state_that_is_refused(tmp_path, caplog):
             self.state = state
 
     def fit(*callbacks):
-        trainer = tr.Trainer(
-            lambda w, x: ((x @ w - 1) ** 2).mean(),
-            optax.sgd(0.01),
-            np.zeros(3, np.float32),
-            steps_per_execution=2,
-        )
+        trainer = make_trainer()
         kept = tr.Checkpoint(tmp_path, every=4)
         trainer.fit(data, steps=16, checkpoint=kept, callbacks=callbacks, progress=False)
 

@@ -183,10 +183,9 @@ class Adopted(Setters, Assigning, LookingBack):
         """
         model, plain = self.model, PLAIN["fit"]
         patience = Patience(timeout_s)  # refused here, before anything is read
-        if not model.compiled:  # Keras reports it
-            return plain(model, *args, **kwargs)
-        if self._keras_runs("train"):
-            self._refuse_in_keras_loop(checkpoint, timeout_s)
+        if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
+            if model.compiled:
+                self._refuse_in_keras_loop(checkpoint, timeout_s)
             return plain(model, *args, **kwargs)
         # Keras' own signature, whatever version: arguments are read and changed by name.
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
@@ -215,17 +214,14 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def _refuse_in_keras_loop(self, checkpoint: object, timeout_s: float | None) -> None:
         """Refuse the options of `fit` that Keras' own loop does not have."""
+        received = f"Received: a model with {self._reason('train')}, which Keras' own loop runs."
         if checkpoint is not None:
-            raise OptionError(
-                f"checkpoint= keeps the state of a program on the device. Received: a model with "
-                f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
-                f"keras.callbacks.BackupAndRestore."
-            )
+            rule = "checkpoint= keeps the state of a program on the device."
+            instead = "Leave that out, or use keras.callbacks.BackupAndRestore."
+            raise OptionError(f"{rule} {received} {instead}")
         if timeout_s is not None:
-            raise OptionError(
-                f"timeout_s= limits the waits of a program on the device. Received: a model with "
-                f"{self._reason('train')}, which Keras' own loop runs. Leave one of them out."
-            )
+            rule = "timeout_s= limits the waits of a program on the device."
+            raise OptionError(f"{rule} {received} Leave one of them out.")
 
     def _fit_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
