@@ -8,6 +8,7 @@ before a call          updates by other models with the same weights are applied
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -29,6 +30,8 @@ from tailrace.torch.optim.binding import DeviceOptimizer, has_stepped
 from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.module_function import training_modes
 from tailrace.torch.tracing.watch import current_watch
+
+_version_of = operator.attrgetter("_version")
 
 
 class FollowingModel(Model):
@@ -117,21 +120,23 @@ class FollowingModel(Model):
     def _note_lost_writes(self) -> None:
         """Log that the host's weights were changed and not copied: the device goes on with its own."""
         # Weights that other models train are written by those.
-        if self._versions != self._current_versions() and not self._sharing.others:
+        if self._writes != self._writes_so_far() and not self._sharing.others:
             note_once(
                 "Weights were changed on the host, by a step of the optimizer, load_state_dict of the "
                 "module or in place, and this call trains those on the device, which are other ones. "
                 "After a change call model.copy_weights_to_device()."
             )
-            self._note_versions()
+            self._note_writes()
 
-    def _note_versions(self) -> None:
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        """PyTorch counts the writes to each tensor."""
+    def _note_writes(self) -> None:
         listed = self._device_optimizer.listed
-        return [param._version for param in listed if not param.is_inference()]
+        # Tensors of `inference_mode` have no count.
+        self._counted = [param for param in listed if not param.is_inference()]
+        self._writes = self._writes_so_far()
+
+    def _writes_so_far(self) -> int:
+        """PyTorch counts the writes to each tensor. Checked before every call."""
+        return sum(map(_version_of, self._counted))
 
     def _outdated(self) -> bool:
         """Whether the module has other parameters than the program, or other dtypes."""
@@ -165,7 +170,7 @@ class FollowingModel(Model):
         """Record what the program depends on, to detect changes."""
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
-        self._note_versions()
+        self._note_writes()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:
         """Continue with the current flags, parameters and state of an optimizer."""

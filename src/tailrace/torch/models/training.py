@@ -74,7 +74,7 @@ class TrainingModel(FollowingModel):
                 tensor.copy_(tensor_of(source[name]))
             for name, tensor in self.module.named_buffers():
                 tensor.copy_(tensor_of(state.model_state[name]))
-        self._note_versions()
+        self._note_writes()
         if not self._reloaded:
             self._device_optimizer.take_over(state.optimizer_state)
 
@@ -97,7 +97,7 @@ class TrainingModel(FollowingModel):
             self._held = jax.tree.map(jnp.array, state)
         else:
             self._program.put(state)
-        self._note_versions()
+        self._note_writes()
         self.version += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
