@@ -206,9 +206,14 @@ class Counted:
         return np.int32(self.read - 1)
 
 
+def staging_of(queue):
+    """What the thread that reads ahead does: races between it and a take are provoked there."""
+    return queue._staging
+
+
 def settle(queue):
     """Wait until the thread has nothing to do, or waits for an execution."""
-    for _, future in list(queue._staging.staged):
+    for _, future in list(staging_of(queue).staged):
         future.exception(WAIT_S)
 
 
@@ -269,8 +274,8 @@ def test_a_block_that_is_being_taken_is_counted():
     with tr.InfeedQueue(source, prefetch=2) as queue:
         take(queue, 5, ticket=tickets[0])
         settle(queue)
-        staging = queue._staging
-        staging._worker().submit(go_on.wait, WAIT_S)  # before the block that the next take stages
+        staging = staging_of(queue)
+        staging.worker().submit(go_on.wait, WAIT_S)  # before the block that the next take stages
         take(queue, 5, ticket=tickets[1])
         staging.staged = Between(staging.staged, popped=let_the_thread_count)
         take(queue, 5, ticket=tickets[2])
@@ -297,11 +302,11 @@ def test_a_block_that_is_being_started_is_counted_once():
 
     def let_the_thread_count():
         reading.set()
-        queue._staging.staged[0][1].exception(WAIT_S)  # the second block is there
+        staging_of(queue).staged[0][1].exception(WAIT_S)  # the second block is there
         ticket.awaited.wait(0.2)  # not now: it would find the first one twice
 
     with tr.InfeedQueue(elements(), prefetch=2) as queue:
-        queue._staging._running = Between(appended=let_the_thread_count)
+        staging_of(queue).running = Between(appended=let_the_thread_count)
         queue.take(5, device())
         assert reached.wait(WAIT_S)
         queue.started(ticket)

@@ -153,10 +153,10 @@ def test_a_fit_of_another_thread_is_refused_from_its_start(monkeypatch):
     trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
     use = trainer.engine.use
 
-    def waiting(dataset):
+    def waiting(*given):
         begun.set()
         assert go_on.wait(LIMIT_S)
-        return use(dataset)
+        return use(*given)
 
     monkeypatch.setattr(trainer.engine, "use", waiting)
     thread = threading.Thread(target=lambda: trainer.fit(data(), steps=4))
@@ -189,7 +189,14 @@ def test_state_that_a_running_fit_overwrites_is_not_read(tmp_path, read):
     text = (
         "^The executions of a running fit overwrite the state .* in a callback, or after the fit.$"
     )
-    with trainer._fits.alone(), pytest.raises(ProgramError, match=text):
-        read(trainer, tmp_path)
+
+    def elements():  # read by the fit, while it runs
+        with pytest.raises(ProgramError, match=text):
+            read(trainer, tmp_path)
+        raise OSError("enough")
+        yield
+
+    with pytest.raises(DataError, match="enough"):
+        trainer.fit(elements(), steps=2)
     with pytest.raises(RuntimeError, match="deleted"):  # without a fit it is no matter of threads
         read(trainer, tmp_path)

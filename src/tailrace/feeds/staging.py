@@ -69,7 +69,7 @@ class Staging:
         self._prefetch = prefetch
         self.staged: deque[tuple[Order, Future[Staged]]] = deque()
         self._late: tuple[Reader, Future[Any]] | None = None  # a read that the caller gave up on
-        self._running: deque[Any] = deque()
+        self.running: deque[Any] = deque()
         self._handed = 0  # blocks taken whose execution has not been reported yet
         # Held while a staged block becomes a taken one, and that a running one: the thread, which
         # counts them, must not find it in both places, or in none.
@@ -103,7 +103,7 @@ class Staging:
     def started(self, ticket: jax.Array | None) -> None:
         """Called after the dispatch of the taken block; `ticket` is ready when it has finished."""
         with self._counting:
-            self._running.append(ticket)
+            self.running.append(ticket)
             self._handed = 0
 
     def settle(self, reader: Opening) -> None:
@@ -155,13 +155,13 @@ class Staging:
         """Release arrays; returns the thread to stop, and whether it is blocked in the dataset."""
         thread, self._thread = self._thread, None
         # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the device.
-        self._running.clear()
+        self.running.clear()
         return thread, self._late is not None
 
     def call(self, reader: Opening, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that may block in the dataset, on the thread."""
         own = self._thread is None
-        worker = self._worker()
+        worker = self.worker()
         future = worker.submit(read, *args, **kwargs)
         try:
             self._wait_for(reader, future)
@@ -178,7 +178,7 @@ class Staging:
     # -- inside ---------------------------------------------------------------------------------
 
     def _stage(self, reader: Opening, order: Order) -> None:
-        future = self._worker().submit(self._stage_now, reader(), order)
+        future = self.worker().submit(self._stage_now, reader(), order)
         self.staged.append((order, future))
 
     def _stage_now(self, reader: Reader, order: Order) -> Staged:
@@ -207,15 +207,15 @@ class Staging:
         """Wait for executions until one more block may be in memory."""
         while True:
             with self._counting:
-                if not self._running or self._blocks_alive() <= self._prefetch:
+                if not self.running or self._blocks_alive() <= self._prefetch:
                     return
-                oldest = self._running.popleft()
+                oldest = self.running.popleft()
             with span("room wait"):
                 _wait(oldest)
 
     def _blocks_alive(self) -> int:
         """The number of blocks in memory: in flight, taken, and staged."""
-        return len(self._running) + self._handed + self._depth()
+        return len(self.running) + self._handed + self._depth()
 
     def _depth(self) -> int:
         """The number of staged blocks that are ready."""
@@ -224,7 +224,7 @@ class Staging:
     def _wait_for(self, reader: Opening, future: Future[Any]) -> None:
         self.patience.wait_for(future, reader())
 
-    def _worker(self) -> Worker:
+    def worker(self) -> Worker:
         if self._thread is None:
             self._thread = Worker("tailrace-infeed")
         return self._thread

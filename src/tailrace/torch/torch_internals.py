@@ -64,7 +64,20 @@ TORCH = (
     Seam(
         "the hooks of modules",
         "names and backward hooks",
-        lambda: _has(torch.nn.Module(), "_backward_hooks", "_backward_pre_hooks"),
+        lambda: _has(
+            torch.nn.Module(),
+            *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+        ),
+    ),
+    Seam(
+        "the descriptor of gradients",
+        "messages about .grad",
+        lambda: _has(torch.Tensor.grad, "__get__", "__set__", "__delete__"),
+    ),
+    Seam(
+        "the count of writes to a tensor",
+        "the note about weights changed on the host",
+        lambda: _has(torch.zeros(()), "_version"),
     ),
     Seam(
         "the class of custom functions",

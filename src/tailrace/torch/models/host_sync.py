@@ -8,6 +8,7 @@ before a call          updates by other models with the same weights are applied
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -30,6 +31,8 @@ from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.module_function import training_modes
 from tailrace.torch.tracing.watch import current_watch
 
+_version_of = operator.attrgetter("_version")
+
 
 class FollowingModel(Model):
     """The part of a training model that synchronizes with the host between calls.
@@ -47,6 +50,7 @@ class FollowingModel(Model):
         self._follows, self._restructured, self._reloaded = True, False, False
         self._held: TrainState | None = None
         self._host_writes = 0
+        self._counted: list[torch.nn.Parameter] = []
         self._unused: frozenset[str] = frozenset()
         module, self._sharing = self.module, Sharing(self)
         self._sharing.tensors = dict((*module.named_parameters(), *module.named_buffers()))
@@ -145,13 +149,15 @@ class FollowingModel(Model):
 
     def _count_host_writes(self) -> None:
         """Record how often the parameters on the host were written, to detect further writes."""
+        # Not buffers: an inference model with the same module writes them too. Tensors of
+        # `inference_mode` have no count.
+        params = (p for p in self._sharing.tensors.values() if isinstance(p, torch.nn.Parameter))
+        self._counted = [param for param in params if not param.is_inference()]
         self._host_writes = self._writes()
 
     def _writes(self) -> int:
-        # Not those of buffers: an inference model with the same module writes them too.
-        tensors = self._sharing.tensors.values()
-        params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
-        return sum(one._version for one in params if not one.is_inference())
+        # PyTorch counts the writes to each tensor. Asked before every call, so kept short.
+        return sum(map(_version_of, self._counted))
 
     def _note_lost_weights(self) -> None:
         """Log that weights were changed on the host, where the next call does not read them."""
