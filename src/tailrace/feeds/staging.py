@@ -62,6 +62,7 @@ class Staging:
     Attributes:
         patience: the limits of waits for data; the owner of the queue may replace it.
         staged: the blocks that were read ahead, in order, each with its description.
+        running: the tickets of executions that may still read a block.
     """
 
     def __init__(self, prefetch: int, patience: Patience) -> None:
@@ -225,6 +226,7 @@ class Staging:
         self.patience.wait_for(future, reader())
 
     def worker(self) -> Worker:
+        """The thread that reads; started when it is first needed."""
         if self._thread is None:
             self._thread = Worker("tailrace-infeed")
         return self._thread
