@@ -18,7 +18,6 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
-from tailrace.data.paths import in_words
 from tailrace.devices.processes.launch import add_parser as launch
 from tailrace.errors import DataError, OptionError, TailraceError
 
@@ -215,6 +214,7 @@ def plan(subparsers: Subparsers) -> None:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from tailrace.data.counts import member_named
+    from tailrace.data.paths import in_words
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 
