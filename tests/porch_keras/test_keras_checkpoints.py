@@ -527,8 +527,14 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"kernel: float32\[3, 2\] here, float32\[3, 4\] in"):
         wider.fit(**arrays(epochs=2), verbose=0, checkpoint=directory)
     call = {"epochs": 2, "steps_per_epoch": 12, "shuffle": False, "verbose": 0}
-    with pytest.raises(DataExhausted, match="ends after 1"):
+    with pytest.raises(CheckpointError, match="shuffle: True there, None here"):
         model_of().fit((pair for pair in [(X[:4], Y[:4])]), **call, checkpoint=directory)
+    fed = tr.Checkpoint(tmp_path / "fed", every=1)
+    pairs = ((X[:4], Y[:4]) for _ in range(24))
+    with pytest.raises(Killed):
+        model_of().fit(pairs, **call, checkpoint=fed, callbacks=[Kill(2)])
+    with pytest.raises(DataExhausted, match="ends after 1"):
+        model_of().fit((pair for pair in [(X[:4], Y[:4])]), **call, checkpoint=fed)
     both = [keras.callbacks.BackupAndRestore(tmp_path / "backup")]
     with pytest.raises(OptionError, match="both resume a fit. Received: both"):
         model_of().fit(**arrays(), verbose=0, checkpoint=directory, callbacks=both)
