@@ -199,16 +199,7 @@ class Keeping:
                 form.execution,
                 found["execution"],
             )
-        for what, (now, then) in here.items():
-            if now != then:
-                raise self._another(what, then, now)
-
-    def _another(self, what: str, then: object, now: object) -> CheckpointError:
-        return CheckpointError(
-            f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to another "
-            f"training: {what}: {then!r} there, {now!r} here. Use what it was saved with, or another "
-            f"directory."
-        )
+        self._writer.directory.check_same(here)
 
     def replay(self, x: object, patience: Patience) -> Any:
         """Restore the position of a dataset: iterated as often as before, or read as far as before.
@@ -268,12 +259,13 @@ class Keeping:
         if found is None:
             self._writer.started_at(program.steps)
             return
-        if program.steps != found["first_step"]:
-            if self.backup is None:
-                what = "the model's step when the fit begins"
-                raise self._another(what, found["first_step"], program.steps)
-            # The fit was interrupted by an error, and is made again by the same process.
-            self._first_step = found["first_step"]
+        first = found["first_step"]
+        if self.backup is None:
+            what = "the model's step when the fit begins"
+            self._writer.directory.check_same({what: (program.steps, first)})
+        # With a backup it may be another: the fit was interrupted by an error, and is made again by the
+        # same process.
+        self._first_step = first
         self.put_values(program)
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)

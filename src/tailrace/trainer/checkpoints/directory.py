@@ -17,7 +17,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ class CheckpointDirectory:
             self.directory, "checkpoint directory", "checkpoint=", CheckpointError
         )
         self._lock = DirectoryLock(self._held)
+
+    def check_same(self, here: Mapping[str, tuple[object, object]]) -> None:
+        """Refuse a checkpoint of another training: each value now, and what its note holds."""
+        for what, (now, then) in here.items():
+            if now != then:
+                raise CheckpointError(
+                    f"The checkpoint directory {str(self.directory)!r} belongs to another training: "
+                    f"{what}: {then!r} there, {now!r} here. Use what it was saved with, or another "
+                    f"directory."
+                )
 
     def found(self, fit: int | None = None) -> list[Kept]:
         """All checkpoints, or those of one fit, oldest first."""

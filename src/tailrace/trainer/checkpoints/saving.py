@@ -251,15 +251,7 @@ class Saving:
             "accumulation": (describe_accumulation(engine), fit["accumulation"]),
             "what fit counts": (_counts(self._duration), _counts(Duration(**fit["duration"]))),
         }
-        for what, (now, then) in here.items():
-            if now != then:
-                raise self._another(what, then, now)
-
-    def _another(self, what: str, then: object, now: object) -> CheckpointError:
-        return CheckpointError(
-            f"The checkpoint directory {self.directory!r} belongs to another training: {what}: "
-            f"{then!r} there, {now!r} here. Use what it was saved with, or another directory."
-        )
+        self._writer.directory.check_same(here)
 
     def _note_another_optimizer(self, then: str | None, finished: bool) -> None:
         """Say that the optimizer is another one: meant, or the directory of another training."""
@@ -280,8 +272,9 @@ class Saving:
         # Not in `bring_to`: a replay from a list of the same elements proves that they are.
         fit.feed.check_kind(taken.position)
         # After the recipe of `tr.batches` was compared, which says more: a batch size.
-        if taken.element not in (None, self._element):
-            raise self._another("an element of the dataset", taken.element, self._element)
+        if taken.element is not None:  # earlier versions did not save it
+            form = {"an element of the dataset": (self._element, taken.element)}
+            self._writer.directory.check_same(form)
         taken.put_states(fit.callbacks)
 
     # -- saving ---------------------------------------------------------------------------------
