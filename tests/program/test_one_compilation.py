@@ -12,37 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from plain_scan import ROWS, loss_fn, params, plain
 
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.taps.counted_loop import Looks, looks_between, run_counted
 from tailrace.taps.frame import Emission, Emissions, Trip
-
-ROWS = np.random.default_rng(0).normal(size=(96, 4, 3)).astype(np.float32)
-
-
-def loss_fn(w, x):
-    return jnp.mean((jnp.tanh(x @ w["a"]) - w["b"]) ** 2)
-
-
-def params():
-    return {"a": np.full((3, 2), 0.3, np.float32), "b": np.zeros(2, np.float32)}
-
-
-def plain(steps):
-    """The hand-written scan over the same rows."""
-    optimizer = optax.sgd(0.05, momentum=0.9)
-
-    def step(state, x):
-        w, held = state
-        loss, grads = jax.value_and_grad(loss_fn)(w, x)
-        updates, held = optimizer.update(grads, held, w)
-        return (optax.apply_updates(w, updates), held), (loss, grads)
-
-    w = jax.tree.map(jnp.asarray, params())
-    scan = jax.jit(lambda state, xs: lax.scan(step, state, xs))
-    (w, _), (losses, grads) = scan((w, optimizer.init(w)), ROWS[:steps])
-    return w, np.asarray(losses), jax.tree.map(np.asarray, grads)
 
 
 @pytest.mark.parametrize("length", [10, "auto"])

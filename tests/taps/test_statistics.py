@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_steps import exponents, statistics
 
+import tailrace as tr
 from tailrace.taps import gpu_kernels
 from tailrace.taps.reductions import (
+    NAN_BIN,
+    NUM_BINS,
+    ZERO_BIN,
     StatsKey,
     all_finite,
     any_finite,
@@ -203,13 +208,18 @@ def test_the_quick_way_and_the_careful_way_agree(values):
 @pytest.fixture(params=["XLA's reductions", "kernels"])
 def accelerator(monkeypatch, request):
     monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
-    monkeypatch.setattr("tailrace.taps.gpu_kernels.compiles", lambda: False)
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.compiles", lambda _: False)
     monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", request.param == "kernels")
 
 
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize(
-    "sizes", [[1, 4097], [1 << 18], [(1 << 18) - 1, 3, (1 << 20) + 5, 1 << 21]]
+    "sizes",
+    [
+        [1, 4097],
+        [1 << 18],
+        [(1 << 18) - 1, 3, (1 << 20) + 5, 1 << 21],
+    ],
 )
 def test_accelerators_join_rows(sizes):
     """Tensors with kernels of their own, ends of tensors, small ones: what is packed is joined."""
@@ -224,6 +234,34 @@ def test_accelerators_join_rows(sizes):
     assert len(partial) == sum(-(-size // (1 << 20)) for size in sizes)
     for number, size, rows in key.parts():
         assert_statistics(merge_statistics(partial[rows], size), values[number])
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(1 << 18) + 1, 5, *[1 << 18, (1 << 18) + 1] * 3, 1 << 18], [1 << 18] * 10]
+)
+def test_one_kernel_reads_several_tensors_that_are_alike(monkeypatch, sizes):
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    kernels = []
+    plain = gpu_kernels.row_statistics
+    monkeypatch.setattr(
+        "tailrace.taps.gpu_kernels.row_statistics",
+        lambda flats, width: kernels.append(len(flats)) or plain(flats, width),
+    )
+    rng = np.random.default_rng(0)
+    values = [
+        rng.normal(number, 1 + number, n).astype(np.float32) for number, n in enumerate(sizes)
+    ]
+    values[2][7] = np.inf
+    values[-1][:] = 3
+    partial = np.asarray(jax.jit(pack_statistics)(values))
+    assert sum(kernels) == len([size for size in sizes if size > 5])
+    assert max(kernels) <= 8
+    assert len(kernels) == 2
+    for number, size, rows in StatsKey(enumerate(sizes)).parts():
+        found = merge_statistics(partial[rows], size)
+        assert_statistics(found, values[number])
+    assert found["std"] == 0
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -241,15 +279,91 @@ def test_accelerators_reduce_large_tensors_of_every_width(dtype):
     np.testing.assert_array_equal(finite, np.isfinite(wide).all(axis=-1))
 
 
+def test_kernels_with_64_bits_enabled(monkeypatch):
+    """Constants and counts of theirs stay 32 bits wide."""
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    values = np.random.default_rng(0).normal(size=(1 << 18) + 3).astype(np.float32)
+    values[[1, 2]] = np.nan, 0
+    with jax.enable_x64(True):
+        found = np.asarray(jax.jit(lambda v: pack_statistics([v]))(values))
+        counts = np.asarray(jax.jit(histogram)(values))
+    assert_statistics(merge_statistics(found, values.size), values)
+    assert (counts.sum(), counts[NAN_BIN], counts[ZERO_BIN]) == (values.size, 1, 1)
+
+
+def test_tensors_without_values(monkeypatch):
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    assert pack_statistics([jnp.zeros((0, 3)), jnp.zeros(0)]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("mode", ["all", "sum"])
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_statistics_of_a_cast_read_what_was_cast(monkeypatch, platform, mode):
+    """On an accelerator: a float32 gradient that is a cast from bfloat16 need not be in memory.
+
+    A sum over steps is one of float32 values.
+    """
+    monkeypatch.setattr("tailrace.devices.devices.platform", lambda: platform)
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.compiles", lambda _: False)
+    read = []
+    monkeypatch.setattr(
+        "tailrace.taps.wanted.pack_statistics",
+        lambda values: read.extend(str(v.dtype) for v in values) or pack_statistics(values),
+    )
+
+    def loss_fn(w, x):
+        return ((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
+
+    w = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
+    rows = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+    trainer = tr.Trainer(
+        loss_fn,
+        optax.sgd(0.1),
+        w,
+        steps_per_execution=4,
+        observe=[tr.Tap("grad/*", mode=mode)],
+    )
+    trainer.fit(list(rows), steps=4)
+    grads = []
+    for x in rows:
+        grads.append(np.asarray(jax.jit(jax.grad(loss_fn))(w, x)))
+        w = w - np.float32(0.1) * grads[-1]
+    expected = [sum(grads)] if mode == "sum" else grads
+    (name,) = trainer.records
+    for found, values in zip(trainer.records[name].values, expected, strict=True):
+        assert found["mean"] == pytest.approx(values.mean(), rel=1e-5)
+        assert found["max"] == pytest.approx(values.max(), rel=1e-6)
+    narrow = platform == "gpu" and mode == "all"
+    assert set(read) == {"bfloat16" if narrow else "float32"}
+
+
 @pytest.mark.parametrize("works", [True, False])
-def test_kernels_are_tried_before_they_are_used(monkeypatch, works):
+@pytest.mark.parametrize("kernel", [gpu_kernels.STATISTICS, gpu_kernels.HISTOGRAM])
+def test_kernels_are_tried_before_they_are_used(monkeypatch, works, kernel):
     """Also while a program is traced. Without a GPU they fail, as those of another JAX might."""
     monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", works)
     gpu_kernels.compiles.cache_clear()
     found = []
-    jax.jit(lambda x: found.append(gpu_kernels.compiles()) or x)(1.0)
+    jax.jit(lambda x: found.append(gpu_kernels.compiles(kernel)) or x)(1.0)
     gpu_kernels.compiles.cache_clear()
     assert found == [works]
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_accelerators_count_exponents_of_large_tensors(dtype):
+    """Rows that fill one window of exponents, many, or none; NaN, Inf, zeros, and an end of a row."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(1 << 18) + 77).astype(np.float32)
+    values[:20_000] *= np.exp2(rng.integers(-120, 120, 20_000))
+    values[30_000:40_000] = 0
+    values[[5, 50_000, -1]] = np.nan, -np.inf, 0
+    values = jnp.asarray(values).astype(dtype)
+    found = np.asarray(jax.jit(histogram)(values))
+    bits = np.asarray(values.astype(jnp.float32)).view(np.int32) & 0x7FFFFFFF
+    bins = np.where(bits > 0xFF << 23, NAN_BIN, np.where(bits == 0, ZERO_BIN, bits >> 23))
+    np.testing.assert_array_equal(found, np.bincount(bins, minlength=NUM_BINS))
 
 
 # -- histograms and norms -----------------------------------------------------------------------

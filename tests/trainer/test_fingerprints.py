@@ -85,6 +85,23 @@ def test_large_sums_carry_into_the_high_word():
     assert int(joined(digest(jnp.asarray(value), "w"))) == host_digest(value, "w")
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_digests_of_large_tensors_in_parts(monkeypatch, in_memory):
+    """On an accelerator: alone, several at once, of sizes that no part divides, and padded."""
+    monkeypatch.setattr("tailrace.devices.devices.platform", lambda: "gpu")
+    rng = np.random.default_rng(5)
+    sizes = [1 << 18, (1 << 18) + 1, 5, 768 * 768, *[1 << 18] * 5, 300 * 1024]
+    values = [rng.normal(size=size).astype(np.float32) for size in sizes]
+    names = [f"w{number}" for number in range(len(values))]
+    kept = [None, 1 << 18, 3, None, 200_000, *[None] * 5]
+    compiled = jax.jit(lambda values: digest_many(values, names, kept, in_memory))
+    expected = [
+        host_digest(value[:count], name)
+        for value, name, count in zip(values, names, kept, strict=True)
+    ]
+    assert [int(one) for one in joined(compiled(values))] == expected
+
+
 def test_changes_do_not_cancel():
     """Bits of equal weight flipped at two or three places, values exchanged, shifted, negated."""
     value = np.random.default_rng(4).normal(size=64).astype(np.float32)

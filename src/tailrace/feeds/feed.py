@@ -5,12 +5,16 @@ A traced program refers to its feeds; each dispatch gets a block of elements fro
 the block to the dispatch, and the feed only describes the elements.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import FeedError
@@ -54,6 +58,15 @@ class Staged:
         # Rows are elements of a replica on the device, and of all replicas on the host.
         device = tuple(leaf[:count] for leaf in self.device)
         return Staged(host, device, count, self.replicas, self.first)
+
+    def padded(self, room: int) -> Staged:
+        """The same elements, in arrays on the device with room for more."""
+        missing = room - self.room
+        if missing <= 0:
+            return self
+        wide = [jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) for leaf in self.device]
+        where = [leaf.sharding for leaf in self.device]
+        return dataclasses.replace(self, device=tuple(jax.device_put(wide, where)))
 
     def unused(self, used: int) -> Block:
         """The elements on the host after the first `used` (over all replicas)."""

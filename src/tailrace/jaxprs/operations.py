@@ -45,6 +45,15 @@ def name_of(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
+def is_widening(eqn: JaxprEqn) -> bool:
+    """Whether an operation only stores floats in a wider dtype: float32 from bfloat16 or float16."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    (before,), (after,) = eqn.invars, eqn.outvars
+    narrow = str(getattr(before.aval, "dtype", "")) in ("bfloat16", "float16")
+    return narrow and str(getattr(after.aval, "dtype", "")) == "float32"
+
+
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Whether an operation with one result can be computed on a flat piece of its operands."""
     if len(eqn.outvars) != 1:

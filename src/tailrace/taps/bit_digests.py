@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from tailrace.data.array_like import TensorLike
+from tailrace.devices import devices
 
 _INDEX = (0x9E3779B1, 0x1B873593)
 _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
@@ -32,6 +34,13 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
 
 SMALL = 16_384
 """Tensors of at most this many words are digested together: one kernel each would cost more."""
+
+LARGE, PARTS, TOGETHER = 1 << 18, 4096, 4
+"""On an accelerator, tensors from this size on are digested in parts, and several in one kernel.
+
+XLA sums a whole tensor in two kernels, of which the second has nearly nothing to do; and ten megabytes
+are read in the time that it takes to start a kernel. 124 million values in 50 tensors on an H200:
+0.30 ms one by one, 0.23 in parts and four together, 0.25 eight together."""
 
 Digest = tuple[jax.Array, jax.Array]
 """The low and the high word."""
@@ -64,16 +73,22 @@ def digest(
         first: the index of the part's first value in the tensor.
         size: the size of the tensor, if the part may be padded beyond its end.
     """
+    words = _terms(value, name, first, size)
+    return _summed(*words) if words[0].size else jnp.zeros(WORDS, jnp.uint32)
+
+
+def _terms(
+    value: TensorLike, name: str, first: jax.Array | int = 0, size: int | None = None
+) -> Digest:
+    """The flat words whose sum is a digest; arguments as for `digest`."""
     words = bits_of(value).reshape(-1)
-    if not words.size:
-        return jnp.zeros(WORDS, jnp.uint32)
     each = words.size // max(1, math.prod(value.shape))  # 64-bit values are two words
     index = lax.iota(jnp.uint32, words.size) + jnp.asarray(first, jnp.uint32) * np.uint32(each)
     low, high = _mixed(words, index, seeds(name), jnp.uint32)
     if size is not None:
         inside = index < np.uint32(size * each)
         low, high = (jnp.where(inside, word, np.uint32(0)) for word in (low, high))
-    return _summed(low, high, (0,))
+    return low, high
 
 
 def bit_digest(value: jax.Array) -> jax.Array:
@@ -83,7 +98,10 @@ def bit_digest(value: jax.Array) -> jax.Array:
 
 
 def digest_many(
-    values: Sequence[jax.Array], names: Sequence[str], sizes: Sequence[int | None]
+    values: Sequence[jax.Array],
+    names: Sequence[str],
+    sizes: Sequence[int | None],
+    in_memory: bool = True,
 ) -> jax.Array:
     """The digests of tensors, uint32[tensors, 2], in a program; small ones of similar size together.
 
@@ -91,11 +109,17 @@ def digest_many(
         values: the tensors.
         names: their names.
         sizes: the number of values of each tensor without padding; None for all.
+        in_memory: whether they are in memory in any case. If not, each is best digested by the kernel
+            that makes it.
     """
     found: list[Any] = [None] * len(values)
     together: dict[int, list[tuple[int, jax.Array, int]]] = {}
+    large: dict[int, list[tuple[int, Digest]]] = {}
     for number, (value, name, size) in enumerate(zip(values, names, sizes, strict=True)):
         words = bits_of(value).reshape(-1)
+        if words.size >= LARGE and devices.platform() != "cpu":
+            large.setdefault(words.size, []).append((number, _terms(value, name, 0, size)))
+            continue
         if not 0 < words.size <= SMALL:
             found[number] = digest(value, name, size=size)
             continue
@@ -111,9 +135,30 @@ def digest_many(
         both = _mixed(rows, index, (pairs[:, :1], pairs[:, 1:]), jnp.uint32)
         counts = np.array([[count] for _, _, count in members], np.uint32)
         low, high = (jnp.where(index < counts, word, np.uint32(0)) for word in both)
-        for row, (number, _, _) in zip(_summed(low, high, (1,)), members, strict=True):
+        for row, (number, _, _) in zip(_summed(low, high), members, strict=True):
             found[number] = row
+    for number, row in _large_digests(large, TOGETHER if in_memory else 1):
+        found[number] = row
     return jnp.stack(found)
+
+
+def _large_digests(
+    large: Mapping[int, Sequence[tuple[int, Digest]]], together: int
+) -> Iterator[tuple[int, jax.Array]]:
+    """The digests of large tensors, `together` of equal size in one kernel; all parts in another."""
+    parts: dict[int, list[tuple[int, Sequence[jax.Array]]]] = {}  # by their number
+    for size, members in large.items():
+        count = math.gcd(size, PARTS)
+        for start in range(0, len(members), together):
+            own = members[start : start + together]
+            sums = _summed_together([word.reshape(count, -1) for _, pair in own for word in pair])
+            pairs = zip(sums[::WORDS], sums[1::WORDS], strict=True)
+            found = [(number, pair) for (number, _), pair in zip(own, pairs, strict=True)]
+            parts.setdefault(count, []).extend(found)
+    for members in parts.values():
+        # Low words and high words apart: pairs, stacked one by one, would be a kernel each.
+        low, high = (jnp.stack([pair[k] for _, pair in members]) for k in range(WORDS))
+        yield from zip((number for number, _ in members), _summed(low, high), strict=True)
 
 
 def digest_rows(value: jax.Array, name: str, dims: int) -> jax.Array:
@@ -131,7 +176,7 @@ def digest_rows(value: jax.Array, name: str, dims: int) -> jax.Array:
 
 def total(digests: jax.Array) -> jax.Array:
     """The sum of digests along the first dim, in a program."""
-    return _summed(digests[..., 0], digests[..., 1], (0,))
+    return _summed(digests[..., 0], digests[..., 1], axis=0)
 
 
 def bits_of(value: jax.Array) -> jax.Array:
@@ -149,14 +194,24 @@ def bits_of(value: jax.Array) -> jax.Array:
     return words.astype(jnp.uint32)
 
 
-def _summed(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    zero = jnp.uint32(0)
-    # One reduction over pairs, so that each value is mixed and read once. Addition with carry is
-    # associative, so XLA may reduce in any order.
-    return jnp.stack(lax.reduce((low, high), (zero, zero), _add, axes), axis=-1)
+def _summed(low: jax.Array, high: jax.Array, axis: int = -1) -> jax.Array:
+    """The sum along an axis of pairs of low and high words."""
+    return jnp.stack(_summed_together([low, high], axis), axis=-1)
 
 
-def _add(one: Digest, other: Digest) -> Digest:
+def _summed_together(words: Sequence[jax.Array], axis: int = -1) -> Sequence[jax.Array]:
+    """The sums along an axis of several pairs of low and high words, in one reduction."""
+
+    # Over pairs, so that each value is mixed and read once. Addition with carry is associative, so XLA
+    # may reduce in any order.
+    def add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        pairs = [slice(k, k + WORDS) for k in range(0, len(one), WORDS)]
+        return tuple(itertools.chain(*(_add(one[pair], other[pair]) for pair in pairs)))
+
+    return lax.reduce(tuple(words), (jnp.uint32(0),) * len(words), add, (axis % words[0].ndim,))
+
+
+def _add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> Digest:
     low = one[0] + other[0]
     return low, one[1] + other[1] + (low < one[0]).astype(jnp.uint32)
 

@@ -106,6 +106,7 @@ class Frame:
         replaying: whether this is a forward pass repeated for the backward pass.
         observing: whether this iteration emits periodic values.
         trip: the length of the outermost loop, if it is data.
+        widened: what casts to a wider dtype were cast from, with their results, by the id of those.
         emitted: the emissions, by key.
         rows: for emissions of such a loop, the period of iterations per row; by key.
     """
@@ -117,6 +118,7 @@ class Frame:
     replaying: bool = False
     observing: bool = True
     trip: Trip | None = None
+    widened: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     emitted: Emitted = dataclasses.field(default_factory=Emissions)
     rows: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 

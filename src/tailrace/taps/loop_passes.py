@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.data.trees import Tree
+from tailrace.devices import devices
 from tailrace.taps.counted_loop import Looks, OnePass, run_counted, traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Emitted, Trip
 from tailrace.taps.wanted import RawKey, is_collected
@@ -62,6 +63,7 @@ class Passes:
         unroll: how many iterations `lax.scan` unrolls.
         length: the number of iterations, or, with a `trip`, the capacity.
         collects: whether it may have emissions of which a single value is kept.
+        keeps_start: whether the initial carry must not be overwritten: it is used afterwards.
         trip: the length of the loop, if it is data.
     """
 
@@ -70,6 +72,7 @@ class Passes:
     unroll: int
     length: int
     collects: bool = False
+    keeps_start: bool = False
     trip: Trip | None = None
 
     def run(self, init: Tree, xs: Tree, looks: Looks) -> Ran:
@@ -102,7 +105,11 @@ class Passes:
 
     def _all(self, one_pass: OnePass, init: Tree, xs: Tree, looks: Looks) -> Ran:
         period = looks.period
-        # With a period, a loop of fixed length ends with a look anyway.
+        # With a period, a loop of fixed length ends with a look anyway. So a look at the last iteration
+        # alone is a period as long as the loop. Not on a CPU: there XLA may round differently outside
+        # of a loop, and an iteration must have the same bits wherever its execution ends.
+        if looks.last and not period and devices.platform() != "cpu":
+            period = self.length
         ending = looks.last and not period and self.length > 1
         if self.trip is not None or ending:
             assert not self.reverse, "a loop over steps runs forwards"
@@ -116,7 +123,17 @@ class Passes:
 
         if period < 2:
             body = lambda c, x: one_pass(c, x, looks.any)  # noqa: E731
-            carry, (ys, emitted) = scan(body, init, xs, self.length)
+            first: Tree = None
+            # The loop overwrites its carry, of which XLA would make a copy first. The first iteration
+            # outside of it leaves another one instead.
+            apart = self.keeps_start and self.length > 1 and devices.platform() != "cpu"
+            if apart:
+                init, first = alone(body)(init, jax.tree.map(lambda x: x[0], xs))
+                xs = jax.tree.map(lambda x: x[1:], xs)
+            carry, made = scan(body, init, xs, self.length - apart)
+            if apart:
+                made = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, made)
+            ys, emitted = made
             return Ran(carry, ys, emitted, Emissions(), Emissions())
         # A branch in every iteration would cost more than the observation. Instead, each group of
         # `period` iterations is a loop over the silent ones, then one observed iteration.
@@ -130,7 +147,8 @@ class Passes:
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1
             )
             # The last of the group: periodic taps keep steps n-1, 2n-1, ...
-            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), True)
+            look = alone(lambda c, x: one_pass(c, x, True))
+            carry, (last_ys, last) = look(carry, jax.tree.map(lambda x: x[-1], x))
             every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
             return carry, (_append(ys, last_ys), every, last)
 
@@ -138,6 +156,15 @@ class Passes:
         # Rows of every iteration come back as [groups, period, ...]; users expect [length, ...].
         flat = lambda x: x.reshape(self.length, *x.shape[2:])  # noqa: E731
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
+
+
+def alone(body: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], Any]:
+    """An iteration outside of the loop, with the same bits as inside.
+
+    XLA must not fuse it with what follows: a loss that is also written to the row of another array may
+    be summed in another order.
+    """
+    return lambda carry, x: lax.optimization_barrier(body(carry, x))
 
 
 def skipping(one_pass: OnePass, is_good: Callable[[Emitted], jax.Array]) -> OnePass:

@@ -9,6 +9,7 @@ rows of a tensor. So a step pays for one or two kernels, however many tensors it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -34,6 +35,12 @@ SUMS, SHORT = 8, 4096
 
 LARGE = 1 << 18
 """The tensor size from which a separate kernel pays on an accelerator."""
+
+TOGETHER, ALONE = 8, 1 << 23
+"""The number of tensors that one kernel reads, and the size from which each has its own."""
+
+PARTS = 1024
+"""The parts of a large tensor on an accelerator; their sums are added up with those of others."""
 
 FACTORS = 128
 """Values per row of the matrix that is multiplied by zeros."""
@@ -79,9 +86,17 @@ def all_finite(values: Sequence[jax.Array]) -> jax.Array:
         zero = sum(_zero_or_nan(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all small ones; a large one, concatenated, would be read unaligned
         small = [jnp.ravel(_wide(value)) for value in values if value.size < LARGE]
-        zero = sum(((_wide(value) * 0).sum() for value in values if value.size >= LARGE), 0.0)
-        zero += (jnp.concatenate(small) * 0).sum() if small else 0.0
+        # In parts, whose sums are then added up at once: XLA would sum each tensor in two kernels, and
+        # does so without the barrier.
+        sums = [_in_parts(_wide(value) * 0) for value in values if value.size >= LARGE]
+        parts = jnp.concatenate([*sums, *(part * 0 for part in small)])
+        zero = lax.optimization_barrier(parts).sum()
     return jnp.isfinite(zero)
+
+
+def _in_parts(value: jax.Array) -> jax.Array:
+    """The sums of some parts of a tensor, as many as `PARTS` if that divides its size."""
+    return value.reshape(math.gcd(value.size, PARTS), -1).sum(axis=1)
 
 
 def _zero_or_nan(flat: jax.Array) -> jax.Array:
@@ -110,6 +125,8 @@ def _total(value: jax.Array) -> jax.Array:
 
 def histogram(value: jax.Array) -> jax.Array:
     """Counts by binary exponent, without a logarithm: the exponent is read from the bits."""
+    if value.size >= LARGE and gpu_kernels.usable(value, gpu_kernels.HISTOGRAM):
+        return gpu_kernels.histogram(jnp.ravel(value), NUM_BINS)
     bits = lax.bitcast_convert_type(jnp.ravel(value).astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF
@@ -128,7 +145,8 @@ def histogram(value: jax.Array) -> jax.Array:
 def pack_statistics(values: Sequence[jax.Array]) -> jax.Array:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     if devices.platform() != "cpu":
-        return jnp.stack(_joined(values), axis=1)
+        some = any(value.size for value in values)
+        return jnp.stack(_joined(values), axis=1) if some else jnp.zeros((0, 8), jnp.float32)
     rows = jnp.concatenate([padded_rows(value, ROW) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
     # Materialized once; XLA would otherwise fuse the packing into each reduction: half the time.
@@ -156,26 +174,26 @@ def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
     found: list[Any] = [None]  # the statistics of each block: packed rows first, then large tensors
     counts = [np.zeros(0, np.int32)]  # of each block: how many values each row has
     packed: list[jax.Array] = []
-    order: list[list[tuple[int, int, int]]] = []  # of each tensor: (block, first row, rows)
-    for value in values:
-        own, flat = _lengths(value.size, LONG_ROW), jnp.ravel(value)
+    order: list[list[tuple[int, int, int]]] = [[] for _ in values]  # (block, first row, rows)
+    for group in _alike(values):
+        flats, size = [jnp.ravel(values[number]) for number in group], values[group[0]].size
+        own = _lengths(size, LONG_ROW)
         # A kernel of ours reads an end that fills no row; a slice for XLA's would be a copy.
-        whole = value.size >= LARGE and gpu_kernels.usable(value)
-        large = len(own) if whole else value.size // LONG_ROW if value.size >= LARGE else 0
-        parts: list[tuple[int, int, int]] = []
+        whole = _has_kernel(values[group[0]])
+        large = len(own) if whole else size // LONG_ROW if size >= LARGE else 0
         if large:
-            parts.append((len(found), 0, large))
-            counts.append(own[:large])
+            for place, number in enumerate(group):
+                order[number].append((len(found), place * large, large))
+            counts.append(np.tile(own[:large], len(group)))
             found.append(
-                list(gpu_kernels.row_statistics(flat, LONG_ROW).T)
+                list(gpu_kernels.row_statistics(flats, LONG_ROW).T)
                 if whole
-                else _row_statistics(_wide(flat[: large * LONG_ROW]), own[:large])
+                else _row_statistics(_wide(flats[0][: large * LONG_ROW]), own[:large])
             )
-        if large < len(own):
-            parts.append((0, len(counts[0]), len(own) - large))
-            packed.append(padded_rows(flat[large * LONG_ROW :], LONG_ROW))
+        if large < len(own):  # a tensor without a kernel is a group of its own
+            order[group[0]].append((0, len(counts[0]), len(own) - large))
+            packed.append(padded_rows(flats[0][large * LONG_ROW :], LONG_ROW))
             counts[0] = np.concatenate([counts[0], own[large:]])
-        order.append(parts)
     if packed:
         found[0] = _row_statistics(jnp.concatenate(packed), counts[0])
     found = [columns for columns in found if columns is not None]
@@ -186,6 +204,28 @@ def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
     ]
     sizes = np.append(np.concatenate(counts), 0)[index]
     return _join([column[index] for column in columns], jnp.asarray(sizes))
+
+
+def _alike(values: Sequence[jax.Array]) -> list[list[int]]:
+    """The tensors, by index, in groups of one size and dtype that a kernel reads together.
+
+    Only small ones, which it reads in the time that it takes to start; and few, as the first of a group
+    stays in memory until the last one is there.
+    """
+    groups: list[list[int]] = []
+    begun: dict[Hashable, list[int]] = {}
+    for number, value in enumerate(values):
+        group = begun.get(form := (value.size, value.dtype), [])
+        if not group or len(group) == TOGETHER:
+            groups.append(group := [])
+        group.append(number)
+        if value.size < ALONE and _has_kernel(value):
+            begun[form] = group
+    return groups
+
+
+def _has_kernel(value: jax.Array) -> bool:
+    return value.size >= LARGE and gpu_kernels.usable(value)
 
 
 def _row_statistics(values: jax.Array, counts: np.ndarray) -> list[jax.Array]:

@@ -34,7 +34,7 @@ from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import Atom, JaxprEqn
-from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.operations import is_widening, name_of
 from tailrace.jaxprs.own_equations import tag_in
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import (
@@ -78,6 +78,9 @@ class Rewriter(Visitor[Any, Frame]):
         """The arguments that replace the free literals in the emitted program."""
         # A look-up table: whether an equation contains a wanted one is asked for every equation.
         self._inside = by_surrounding(self.wanted)
+        # On a CPU a value is read where it is.
+        wants = (want for found in self.wanted.values() for want in found)
+        self._narrows = devices.platform() != "cpu" and any(want.widens for want in wants)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
     def sends(self, eqn: JaxprEqn, here: Position) -> bool:
@@ -119,13 +122,16 @@ class Rewriter(Visitor[Any, Frame]):
         # Changes first, whatever the order of the taps: what is observed is what the program
         # continues with.
         wants = self.wanted.get(here, ())
+        if self._narrows and is_widening(eqn):
+            # With the value itself: an id is of an object only as long as that exists.
+            around.widened[id(outputs[0])] = (outputs[0], inputs[0])
         for want in wants:
             if want.change is not None:
                 outputs = list(outputs)
                 outputs[want.output] = want.change(outputs[want.output], around.step())
         for want in wants:
             if want.change is None and (around.observing or not want.sparse):
-                around.emit(RawKey((want,)), outputs[want.output])
+                around.emit(RawKey((want,)), _read_by(want, outputs[want.output], around))
         return outputs
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
@@ -197,7 +203,8 @@ class Rewriter(Visitor[Any, Frame]):
         if guards and all(want.skips for want in guards):
             each_pass = skipping(one_pass, self._is_good)
         trip = frame.trip if outermost else None
-        over = Passes(each_pass, scan.reverse, scan.unroll, length, collects, trip)
+        keeps = any(not want.skips for want in guards)
+        over = Passes(each_pass, scan.reverse, scan.unroll, length, collects, keeps, trip=trip)
         looks = looks_of(wants, self.period) if outermost else Looks(int(frame.observing))
         ran = over.run(init, (xs, numbers), looks)
         frame.take(ran.each, ran.looks, ran.once, looks.period)
@@ -288,6 +295,16 @@ class Rewriter(Visitor[Any, Frame]):
         outputs, emitted = lax.switch(index, complete_ones, operands)
         frame.emitted.update(emitted)
         return list(outputs)
+
+
+def _read_by(want: Wanted, value: Any, around: Frame) -> Any:
+    """The value that a reduction reads: a narrower one with the same numbers, if there is one.
+
+    The gradient of a parameter that is cast to bfloat16 is a cast of what a product has left in
+    memory. XLA computes that cast inside the kernels of the optimizer; statistics of its result
+    would have it written to memory as well.
+    """
+    return around.widened.get(id(value), (None, value))[1] if want.widens else value
 
 
 def _rows(leaf: jax.Array, number: jax.Array, count: int) -> jax.Array:

@@ -17,7 +17,7 @@ from tailrace.spans.scopes import TAPS
 from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.counted_loop import Looks
 from tailrace.taps.frame import Emission, Frame
-from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
+from tailrace.taps.reductions import StatsKey, all_finite, histogram, pack_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Wanted:
     digest: bool = False
     skips: bool = False
     change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether its reduction reads values of every dtype as float32, in each iteration."""
+        return self.collect == "stack" and self.reduce in (None, histogram) and not self.guard
 
     @property
     def sparse(self) -> bool:
@@ -125,7 +130,8 @@ def _condense(frame: Frame, at_end: bool) -> None:
     if digested:  # in one array: each array that leaves a device has a fixed cost
         names = [name for (name, _), _ in digested]
         values = [emission.value for _, emission in digested]
-        frame.emit(DigestKey(names), digest_many(values, names, [None] * len(names)))
+        found = digest_many(values, names, [None] * len(names), in_memory=False)
+        frame.emit(DigestKey(names), found)
     for pack in packs.values():
         # A pack has one validity flag, so a value with a flag is packed alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]

@@ -117,11 +117,13 @@ class Sentinel:
             return (*run(runner, state), watch)
         loud = self._looking(runner)
         compile_s = loud.compile_s
-        emitted, ready = run(loud, state)
-        origin, taken = loud.origin, loud.taken
-        # With the elements of the first run, which are still on the device: reading them again could
-        # give others, and would not test what the device computes.
-        watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
+        # One program for both: another one may round differently.
+        with loud.same_programs():
+            emitted, ready = run(loud, state)
+            origin, taken = loud.origin, loud.taken
+            # With the elements of the first run, which are still on the device: reading them again
+            # could give others, and would not test what the device computes.
+            watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
         watch.digests = self.digests.after(loud, copy, watch.emitted)
         watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
         # The second run has replaced it; the ticket must have the inputs of the first.

@@ -21,6 +21,7 @@ import numpy as np
 
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
+from tailrace.devices import devices
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
@@ -61,7 +62,7 @@ class Training(Executions):
         self._short: ShortSteps | None = None
         self._pending: deque[Ticket] = deque()
         self._most_steps: int | None = None
-        self._timed = 0
+        self._timed, self._step_s = 0, 0.0
         self._contexts = contextlib.ExitStack()
         self._began = False
         self._token = tuple([None] * len(self.layout.kinds))  # a new object, recognised by identity
@@ -332,8 +333,8 @@ class Training(Executions):
     def _run(self, engine: Engine, staged: Staged, length: int, room: int) -> Ticket:
         """One execution, in the program for all lengths up to the room of its block.
 
-        On an accelerator a loop of fixed length is faster if steps are short: the time of the first
-        executions decides whether one is compiled for this length.
+        On an accelerator a loop of fixed length is faster: the time of the first executions decides
+        whether one is compiled for their most common length.
         """
         runner = engine.runner
         # A single step needs no loop, unless taps are periodic.
@@ -345,10 +346,10 @@ class Training(Executions):
         # An execution that compiled says nothing about the time of a step.
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
-            seconds = (time.perf_counter() - started) / length
+            self._step_s = (time.perf_counter() - started) / length
             self._timed += 1
-            if self._timed == dispatch_table.TRIALS:
-                runner.fix(engine.loop_state, length, engine.sight.period, seconds)
+        if self._timed == dispatch_table.TRIALS:
+            runner.fix(engine.loop_state, engine.sight.period, self._step_s)
         return ticket
 
     def _collect(self, in_flight: int = 0) -> None:
@@ -447,7 +448,8 @@ class Training(Executions):
             # Every execution needs these, and they do not change.
             self._takes_nothing = self._nothing_to_take(engine)
             self._period = engine.sight.period
-            self._accelerated = engine.runner.placement.device.platform != "cpu"
+            self._accelerated = devices.platform() != "cpu"
+            self._timed = 0  # steps on other batches take another time
             self._form, self._began = form, True
         return engine
 

@@ -134,7 +134,7 @@ class PipelineProgram(DeviceProgram):
         if self._skips:
             body = skipping(one_pass, functools.partial(_is_good, machine))
         collects = any(want.collect != "stack" for want in piece.all_wanted)
-        over = Passes(body, False, 1, piece.length, collects, frame.trip)
+        over = Passes(body, False, 1, piece.length, collects, trip=frame.trip)
         looks = looks_of(piece.all_wanted, piece.period)
         ran = over.run(start, (counters, self._blocks(elements)), looks)
         held, alike, _ = ran.carry

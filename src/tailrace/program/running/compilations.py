@@ -48,12 +48,20 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 @contextmanager
-def compiling(purpose: str, cause: str) -> Generator[Callable[[bool], Compilation]]:
-    """A context around a compilation; call the yielded function at its end: was it shared?"""
+def compiling(
+    purpose: str, cause: str, announced: bool = True
+) -> Generator[Callable[[bool], Compilation]]:
+    """A context around a compilation; call the yielded function at its end: was it shared?
+
+    Args:
+        purpose: what the program is for.
+        cause: why it is compiled.
+        announced: whether listeners hear of its beginning: nothing waits for one beside the training.
+    """
     # A context variable, not an argument: compilations are deep inside a dispatch, and their
     # listeners far outside.
     listener, started = _listening.get(), time.perf_counter()
-    if listener is not None:
+    if listener is not None and announced:
         # Before, with 0 seconds: a compilation of minutes must be announced, not reported afterwards.
         listener(Compilation(purpose, cause))
 

@@ -48,6 +48,8 @@ class Executable:
         self.compile_s = 0.0
         self.reason: tuple[str, str] = ("a program", "the first of its form")
         """Its purpose and the cause of its compilation, for messages."""
+        self.waited_for = True
+        """Whether training waits for its compilation."""
         self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
@@ -70,7 +72,10 @@ class Executable:
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> jax.stages.Compiled:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
-            with compiling(*self.reason) as done, span("compilation", steps=self.length):
+            with (
+                compiling(*self.reason, self.waited_for) as done,
+                span("compilation", steps=self.length),
+            ):
                 # The numbers do not matter: they are arguments, and only their shapes are used.
                 arguments = self._arguments(state, staged, Numbers(0, 0))
                 lowered = self._program.jitted(self._donated).lower(*arguments)

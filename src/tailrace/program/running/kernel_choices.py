@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,7 +60,8 @@ def compiled(
         return lowered.compile(options)
     file, write = kept
     # XLA writes in place, and a process that is killed meanwhile would leave half a file.
-    partial = file.with_name(f"new-{FILE}")
+    # Another thread may compile at the same time.
+    partial = file.with_name(f"new-{threading.get_ident()}-{FILE}")
     more = choice_options(file, partial if write else None)
     try:
         program = lowered.compile({**(options or {}), **more})

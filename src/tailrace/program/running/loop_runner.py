@@ -8,20 +8,27 @@ dataset after another, as long as their elements have the same spec.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from tailrace.data.trees import Tree
+from tailrace.devices import devices
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.walk import Position
+from tailrace.messages import note_once
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Closing, Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
@@ -33,6 +40,21 @@ from tailrace.program.running.segments import Segment, TracedLoop
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
+
+REPEATED = 2
+"""The number of dispatches of one length from which a loop of that length may pay."""
+
+EXIT_S = 600.0
+"""The most seconds that a process which ends waits for a compilation; otherwise XLA would abort it."""
+
+compilers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def stop_compilers() -> None:
+    """Let compilations end: XLA must not compile while the process takes XLA's threads down."""
+    for worker in list(compilers):
+        worker.stop(EXIT_S)
 
 
 class LoopRunner:
@@ -88,6 +110,7 @@ class LoopRunner:
         self.purpose = "a program"
         """Its purpose, for messages."""
         self.executions = 0
+        self.iterations = 0
         self.compile_s = 0.0
         self.keep_elements = False
         self.separate = False
@@ -97,8 +120,13 @@ class LoopRunner:
         self._program, self._loop = program, program.loop
         self._consts = self.placement.put(self.traced.consts)
         self._executables: dict[Hashable, Executable] = {}
-        self._fixed: dict[tuple[int, int], Executable] = {}
+        self._fixed: dict[Hashable, Executable] = {}
+        self._pinned: dict[Hashable, Executable] | None = None
+        self._dispatched: Counter[int] = Counter()
+        """How often each length was dispatched, in blocks without padding."""
         self._compiler: Worker | None = None
+        self.fixing: Future[None] | None = None
+        """The compilation of the loop of fixed length, once it began."""
         self._latest: Executable | None = None
 
     @property
@@ -197,7 +225,10 @@ class LoopRunner:
         # the beginning of a period.
         exact = block is None or block.room == block.count
         if exact and not self.separate and not numbers.first_step % period:
-            executable = self._fixed.get((length, period), executable)
+            fixed = self._fixed if self._pinned is None else self._pinned
+            executable = fixed.get((length, period, self.muted), executable)
+        if exact:
+            self._dispatched[length] += 1
         # An executable of fixed length ignores the count; a constant 0 keeps foreseen numbers valid.
         count = length if executable.counted else 0
         numbers = Numbers(numbers.seed, numbers.first_step, numbers.offset, count)
@@ -208,6 +239,7 @@ class LoopRunner:
         emitted, ticket = executable.run(state, numbers, following, block)
         self._latest = executable
         self.executions += 1
+        self.iterations += length
         self.origin = None
         if before is not None:
             self.origin = Origin(before, executable.taken, numbers, period)
@@ -225,6 +257,7 @@ class LoopRunner:
         """Run one more iteration, as the latest dispatch did, on the next elements."""
         assert self._latest is not None
         self.executions += 1
+        self.iterations += 1
         return self._latest.run_next(state, elements)
 
     def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
@@ -236,26 +269,41 @@ class LoopRunner:
         state.values, state.foreseen = dict(origin.values), None
         if length:
             ((feed, block),) = origin.elements.items()
-            # An executable of fixed length has no room to spare: the block is cut to what it reads.
-            if not self._counted(length):
-                block = block.cut(length * self._loop.elements[feed])
+            each = self._loop.elements[feed]
+            # An executable of fixed length has no room to spare: the block is cut to what it reads. And
+            # one that comes from there has less room than a counted one needs.
+            if self._counted(length):
+                block = block.padded((self.capacity or length) * each)
+            else:
+                block = block.cut(length * each)
             self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
-    def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
-        """Compile the loop for this fixed length in a thread, if iterations are so short that it pays.
+    def fix(
+        self, state: LoopState, period: int, seconds: float, remaining: int | None = None
+    ) -> None:
+        """Compile the loop for the most common length in a thread, if that pays.
 
-        From then on, dispatches of that length use it; the results are bit-equal.
+        From then on, dispatches of that length use it. The results are the same, bit for bit on devices
+        where a second run of one program has the same bits.
 
         Args:
             state: the loop's state.
-            length: the length of most dispatches to come.
             period: the period of taps.
             seconds: the duration of an iteration.
+            remaining: the number of iterations to come; None if it is unknown.
         """
-        key, device = (length, period), self.placement.device
-        short = device.platform != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
-        if not short or key in self._fixed or self._compiler or not self._counted(length):
+        short = devices.platform() != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
+        # At the end of a training it would be for nothing.
+        if not short or self._compiler or not self._dispatched or remaining == 0:
             return
+        length = max(self._dispatched, key=lambda n: n * self._dispatched[n])
+        if self._dispatched[length] < REPEATED or not self._counted(length):
+            return
+        # Of a training in many short fits, as much is expected as there was.
+        expected_s = seconds * max(self.iterations, remaining or 0)
+        if expected_s < dispatch_table.FIXED_WORTH * self.compile_s:
+            return
+        key = (length, period, self.muted)
         # Processes would have to agree on when the thread is done; one that still waits would run
         # another program than the others.
         if length % period or not self.placement.in_one_process:
@@ -264,22 +312,45 @@ class LoopRunner:
         forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
         executable = self._new_executable(self._loop, length, False, period)
         executable.reason = (self.purpose, f"a loop of exactly {length} steps, which is faster")
+        executable.waited_for = False
         blocks = self._block_forms(executable)
-        # Listeners of compilations and open spans belong to the caller's context.
-        context = contextvars.copy_context()
+        # Listeners of compilations and open spans belong to the caller's context; JAX's own settings of
+        # a thread do not come along.
+        context, wide = contextvars.copy_context(), _is_wide()
 
         def compile_it() -> None:
-            context.run(executable.compile, forms, blocks)
+            with jax.enable_x64(wide):
+                context.run(executable.compile, forms, blocks)
             self._fixed[key] = executable
 
         self._compiler = Worker("tailrace-compile")
-        self._compiler.submit(compile_it)
+        compilers.add(self._compiler)
+        self.fixing = self._compiler.submit(compile_it)
+        self.fixing.add_done_callback(_note_failure)
+
+    def aligned(self, step: int, length: int, period: int) -> int:
+        """The length of the next dispatch, so that the one after it can use the loop of fixed length.
+
+        That loop starts at the beginning of a period.
+        """
+        past, key = step % period, (length, period, self.muted)
+        return min(length, period - past) if past and key in self._fixed else length
+
+    @contextmanager
+    def same_programs(self) -> Generator[None]:
+        """A context in which no loop of fixed length takes over."""
+        self._pinned = dict(self._fixed)
+        try:
+            yield
+        finally:
+            self._pinned = None
 
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
         """The same loop on the same state, with other emissions."""
         # The trace, the segments and the placement are shared; only executables depend on `wanted`.
         other = copy.copy(self)
         other.wanted, other._executables, other._fixed = wanted, {}, {}
+        other._dispatched = Counter()
         other._latest = None
         return other
 
@@ -354,6 +425,21 @@ class LoopRunner:
             piece = dataclasses.replace(piece, closing=self.closing)
             return Executable(self.layout.device_program(piece))
         return Executable(SegmentProgram(piece))
+
+
+def _is_wide() -> bool:
+    """Whether JAX computes in 64 bits here; the setting may be of this thread alone."""
+    return jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+
+def _note_failure(done: Future[None]) -> None:
+    error = done.exception(timeout=0)  # it is done
+    if error is not None:
+        note_once(
+            f"Training goes on in the loop whose length is an argument, slower by a percent or more: "
+            f"a loop of fixed length could not be compiled ({type(error).__name__}: "
+            f"{str(error)[:200]})."
+        )
 
 
 def _form_of(value: jax.Array) -> jax.ShapeDtypeStruct:

@@ -141,14 +141,20 @@ def on_device(leaf: object) -> Any:
     return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
 
 
-def start_copying(tree: Tree) -> None:
-    """Start copying the leaves of a tree to the host, in parallel."""
+def start_copying(tree: Tree, most_bytes: int | None = None) -> None:
+    """Start copying the leaves of a tree to the host, in parallel.
+
+    Args:
+        tree: the results of a program.
+        most_bytes: larger ones are left out: of those, only some rows may be read.
+    """
     if devices.platform() == "cpu":
         return
     wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
     # Once for each array: many leaves are parts of one.
     for array in {id(array): array for array in wholes}.values():
-        array.copy_to_host_async()
+        if most_bytes is None or (_is_plain(array) and array.nbytes <= most_bytes):
+            array.copy_to_host_async()
 
 
 def _stored(leaf: object) -> Any:
@@ -160,5 +166,9 @@ def _stored(leaf: object) -> Any:
 
 def _is_small(leaf: jax.Array) -> bool:
     # Random keys cannot be concatenated with anything.
-    plain = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return plain and leaf.size * leaf.dtype.itemsize <= MOST_BYTES
+    return _is_plain(leaf) and leaf.size * leaf.dtype.itemsize <= MOST_BYTES
+
+
+def _is_plain(leaf: object) -> bool:
+    """Whether it is an array of numbers on a device: not of random keys, and not on the host."""
+    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

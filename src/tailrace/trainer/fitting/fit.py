@@ -18,6 +18,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
+from tailrace.program.running.result_packing import MOST_BYTES, start_copying
 from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
@@ -247,7 +248,7 @@ class Fit:
         until = self.validation.until_next(progress.steps)
         # An execution ends where a validation is due: it must see the state of that step.
         within = min(filter(None, (remaining, until)), default=None)
-        length = pace.next(within)
+        length = engine.runner.aligned(engine.step, pace.next(within), engine.sight.period)
         rest = None if remaining is None else remaining - length
         measuring = pace.is_measuring
         # While lengths are still being tried, the next one is unknown: reading ahead would read the
@@ -264,6 +265,8 @@ class Fit:
             return
         self._pending.append(ticket)
         self.journal.began(ticket.ready)
+        # Many small arrays, one after the other, would each wait for the device again.
+        start_copying((list(ticket.emitted.values()), ticket.digests), MOST_BYTES)
         # At dispatch, not at collection: it says what the next execution starts from. A failure
         # sets it back.
         progress.steps += length
@@ -276,9 +279,9 @@ class Fit:
             seconds = time.perf_counter() - started - (engine.runner.compile_s - compiled_before)
             pace.measured(length, agreed_seconds(seconds))
             logger.info(pace.reason)
-            if pace.chosen is not None:
-                period = engine.sight.period
-                engine.runner.fix(engine.loop_state, pace.chosen, period, pace.seconds_per_step)
+        if pace.chosen is not None:
+            timed, period = pace.seconds_per_step, engine.sight.period
+            engine.runner.fix(engine.loop_state, period, timed, rest)
         # With one in flight, this waits for the execution before the one just dispatched, while
         # that one runs.
         self.collect(self._in_flight)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.data.counts import check_count
+from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.feeds import dispatch_table
 from tailrace.messages import counted, size_text
@@ -29,6 +30,7 @@ class Pace:
         bytes_per_step: the bytes of the elements that one step reads.
         most_bytes: the most bytes of the elements of one execution.
         most_steps: another limit (the bytes that taps return); None for none.
+        period: the period of taps; a chosen number is a multiple of it, if it is not smaller.
         target_s: the target duration of an execution.
         chosen: the chosen number, once it is known.
         reason: the reason of the choice, as text.
@@ -41,6 +43,7 @@ class Pace:
     bytes_per_step: int
     most_bytes: int = dataclasses.field(default_factory=dispatch_table.most_bytes)
     most_steps: int | None = None
+    period: int = 1
     target_s: float = dispatch_table.TARGET_S
     chosen: int | None = None
     reason: str = ""
@@ -175,7 +178,9 @@ class Pace:
         target, reason = self._target()
         limits = {reason: int(target / self.seconds_per_step), **self._most_by_reason}
         limit = min(limits, key=lambda name: limits[name])
-        return max(1, limits[limit]), limit
+        # Whole periods: a loop of fixed length ends with a look.
+        length = max(1, limits[limit])
+        return max(length - length % self.period, min(length, self.period)), limit
 
     def _target(self) -> tuple[float, str]:
         """Seconds of an execution, and their reason."""
@@ -220,10 +225,11 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
         steps,
         size,
         most_steps=most,
+        period=sight.period,
         target_s=dispatch_table.LIVE_S if engine.live else dispatch_table.TARGET_S,
         # Where a loop of fixed length is faster than one whose length is data: `LoopRunner.fix`
         # decides by the time of a step.
-        times_given=engine.placement.device.platform != "cpu",
+        times_given=devices.platform() != "cpu",
     )
 
 
