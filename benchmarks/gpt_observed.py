@@ -50,8 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
             losses.append(part)
         return np.concatenate([np.asarray(part) for part in losses])
 
+    trainers = []
+
     def by_trainer(**options: Any) -> Any:
         trainer = tr.Trainer(loss_fn, optimizer, params, steps_per_execution=LENGTH, **options)
+        trainers.append(trainer)
         return lambda: trainer.fit(elements, steps=given.steps, progress=False).loss
 
     scopes = re.compile(r"(activation|cotangent)/block_\d+(/attention|/mlp)?$")
@@ -64,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         },
         "stop_on_nonfinite": {"observe": [tr.stop_on_nonfinite(["loss", "grad/*"])]},
         "statistics of activations": {"observe": [tr.Tap(scopes)]},
+        "fingerprints": {"fingerprint": True},
     }
     contenders = [Contender("hand-written scan", by_scan)]
     for name, options in cases.items():
@@ -71,9 +75,16 @@ def main(arguments: list[str] | None = None) -> None:
             contenders.append(Contender(name, by_trainer(**options)))
     for contender in contenders:
         contender.run()
+    report.settle(trainers)
+    for contender in contenders:  # the first execution of a new program takes longer
+        contender.run()
     report.measure(contenders, given.repeats)
     command = f"python -m benchmarks.gpt_observed --steps {given.steps} --repeats {given.repeats}"
     part = report.timing_table(contenders, contenders[0], given.steps, "step")
+    plain = next((one for one in contenders if one.name == "tr.Trainer"), None)
+    if plain is not None:
+        rows = [(one.name, f"{one.ratio_to(plain):.4f}") for one in contenders[1:]]
+        part += "\n\n" + report.markdown_table(("", "of tr.Trainer"), rows)
     path = None if given.no_record else report.RESULTS
     report.publish("GPT-2 small, observed", command, [part], path=path)
 

@@ -250,6 +250,9 @@ def contest(
         Contender("hand-written scan", by_scan),
         Contender("tr.Trainer", lambda: trainer.fit(elements, steps=steps, progress=False).loss),
     ]
+    for contender in contenders:
+        contender.run()
+    report.settle([trainer])
     return dict(zip((c.name for c in contenders), (steps, scanned, steps), strict=True)), contenders
 
 

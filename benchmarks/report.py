@@ -65,6 +65,20 @@ def measure(contenders: Sequence[Contender], repeats: int, *, say: bool = True) 
             print(f"  round {number + 1} of {repeats}, seconds: {shown}", file=sys.stderr)
 
 
+def settle(trainers: Sequence[Any], wait_s: float = 300.0) -> None:
+    """Wait for the loops of fixed length that a training of hours would run in; each has been fitted.
+
+    On an accelerator a thread compiles them beside the training, if that is long enough.
+    """
+    found = [(one.engine, one._fits.pace(one.engine)) for one in trainers]  # what users do not see
+    for engine, pace in found:
+        seconds, period = pace.seconds_per_step, engine.sight.period
+        engine.runner.fix(engine.loop_state, period, seconds, remaining=10**12)
+    for engine, _ in found:
+        if engine.runner.fixing is not None:
+            engine.runner.fixing.result(wait_s)
+
+
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table that reads well as text too: columns padded, all but the first to the right."""
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
