@@ -434,6 +434,15 @@ def test_accumulations_that_fail_for_a_parameter():
         ),
         (lambda p, x, y: jnp.int32(3), None, r"a loss of int32\[\]. Cast it to a float"),
         (lambda p, x, y: None, None, "Received: None. Is its return statement missing"),
+        (
+            lambda p, x, y: {"loss": p},
+            None,
+            r"or \(loss, aux\). Received: PyTreeDef\({'loss': \*}\)",
+        ),
+        (lambda p, x, y: (p, 1.0, 2.0), None, r"Received: PyTreeDef\(\(\*, \*, \*\)\)"),
+        (lambda p, x, y: "low", None, "returns trees of arrays and numbers. Received: str. Leave"),
+        (lambda p, x, y: (p, {"a": "b"}), None, r"Received: str at \[1\]\['a'\]. Leave it out"),
+        (lambda p, s, x, y: (p, ({"s": len}, 0)), {"s": 1.0}, r"method at \[1\]\[0\]\['s'\]"),
         (lambda p: p, None, "does not fit"),
         (lambda p, s, x, y: p, {"s": 1.0}, r"returns \(loss, \(new_state, aux\)\). Received"),
         (
@@ -449,15 +458,74 @@ def test_loss_functions_of_another_form(loss_fn, state, text):
         trainer.fit(ELEMENTS, steps=1)
 
 
-def test_a_model_state_that_changes_its_form_names_the_leaf():
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"loss_scale": "dynamic"}])
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            jnp.ones(2),
+            jnp.ones(3),
+            r"s was float32\[2\] and came back as float32\[3\] from f. Cast",
+        ),
+        (jnp.ones(2), jnp.ones(2, jnp.bfloat16), r"came back as bfloat16\[2\]"),
+        (jnp.ones(2), 1.0, r"came back as float32\[\]"),
+        (jnp.int32(1), 1.5, r"s was int32\[\] and came back as float32\[\]"),
+    ],
+)
+def test_a_model_state_that_changes_its_form_names_the_leaf(before, after, text, options):
+    def f(p, s, x, y):
+        return p, ({"s": after}, {})
+
+    trainer = tr.Trainer(f, optax.sgd(0.1), jnp.float32(1), model_state={"s": before}, **options)
+    with pytest.raises(ProgramError, match=text):
+        trainer.fit(ELEMENTS, steps=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"loss_scale": "dynamic"}])
+def test_a_model_state_may_come_back_as_a_number(options):
     trainer = tr.Trainer(
-        lambda p, s, x, y: (p, ({"s": jnp.ones(3)}, {})),
+        lambda p, s, x, y: (p, ({"half": 3, "count": 2}, {})),
         optax.sgd(0.1),
         jnp.float32(1),
-        model_state={"s": jnp.ones(2)},
+        model_state={"half": jnp.bfloat16(1), "count": jnp.int32(1)},
+        **options,
     )
-    with pytest.raises(ProgramError, match=r"s.* was float32\[2\] and came back as float32\[3\]"):
-        trainer.fit(ELEMENTS, steps=1)
+    trainer.fit(ELEMENTS, steps=2)
+    assert trainer.model_state == {"half": 3, "count": 2}
+    assert trainer.model_state["half"].dtype == jnp.bfloat16
+
+
+def test_functions_that_return_something_else_than_arrays():
+    """Each names the function and the leaf."""
+
+    def names(p, x, y):
+        return {"a": "b"}
+
+    trainer = tr.Trainer(lambda p, x, y: p, optax.sgd(0.1), jnp.float32(1))
+    with pytest.raises(ProgramError, match=r"names returns trees of arrays .* str at \['a'\]"):
+        trainer.evaluate(ELEMENTS, fn=names)
+    with pytest.raises(ProgramError, match="names returns trees of arrays .* Received: str at"):
+        trainer.predict(ELEMENTS, names)
+    tap = tr.Tap("grad/*", reduce=lambda value: "much")
+    with pytest.raises(ProgramError, match="The function '<lambda>' of a tap returns trees of"):
+        tr.Trainer(lambda p, x, y: p, optax.sgd(0.1), jnp.float32(1), observe=[tap]).fit(
+            ELEMENTS, steps=1
+        )
+    named = optax.GradientTransformation(lambda params: {"name": "sgd"}, optax.sgd(0.1).update)
+    with pytest.raises(
+        ProgramError, match=r"optimizer.init returns .* Received: str at \['name'\]"
+    ):
+        tr.Trainer(lambda p, x, y: p, named, jnp.float32(1))
+    with pytest.raises(ProgramError, match="An observed function returns .* Received: str"):
+        tr.observe(lambda x: (x * 2, "twice"), "output/*")(1.0)
+
+
+def test_a_state_that_is_set_loses_no_digits():
+    trainer = tr.Trainer(
+        lambda p, s, x, y: (p, (s, None)), optax.sgd(0.1), jnp.float32(1), model_state={"n": 1}
+    )
+    with pytest.raises(ProgramError, match=r"'model_state/n' is int32\[\]. Received: float32"):
+        trainer.state = trainer.state._replace(model_state={"n": 1.5})
 
 
 def test_a_weight_that_is_no_number():

@@ -6,10 +6,11 @@ come before, and name the function that was called and the leaf.
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import ProgramError, TailraceError
@@ -62,6 +63,32 @@ Leave it out, or close over it in the function.
             f"{rule} trees of arrays and numbers. Received: {type(leaf).__name__}{where}. Leave it "
             f"out, or close over it in the function."
         )
+
+
+def returning_arrays(rule: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a check that it returns only arrays and numbers; arguments as above."""
+
+    def checked(*args: Any) -> Any:
+        out = function(*args)
+        check_arrays(rule, out)
+        return out
+
+    return checked
+
+
+def dtype_beside(old: jax.Array, new: Any) -> np.dtype:
+    """The dtype of a value that takes the place of another: a Python number takes its dtype if it fits.
+
+    >>> import jax.numpy as jnp
+    >>> [str(dtype_beside(jnp.zeros(2, jnp.bfloat16), new)) for new in (1, np.ones(2, np.float32))]
+    ['bfloat16', 'float32']
+    >>> str(dtype_beside(jnp.int32(1), 1.5))
+    'float32'
+    """
+    if hasattr(new, "dtype"):
+        return new.dtype
+    with jax.numpy_dtype_promotion("standard"):  # a strict one raises where a number does not fit
+        return jnp.result_type(old.dtype, new)
 
 
 def types_of(rule: str, args: tuple[Any, ...]) -> Hashable:

@@ -16,7 +16,7 @@ from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
-from tailrace.jaxprs.array_trees import types_of
+from tailrace.jaxprs.array_trees import check_arrays, types_of
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.running.device_program import Piece, SegmentProgram
@@ -130,7 +130,9 @@ class Observed:
 
     def _trace(self, args: tuple[Any, ...]) -> tuple[Traced, list[Any]]:
         def named(*args: Tree) -> Tree:
-            return name_values("output", self._function(*name_values("input", args)))
+            out = self._function(*name_values("input", args))
+            check_arrays("An observed function returns", out)
+            return name_values("output", out)
 
         traced = trace_program(named, args)
         return traced, Namer(enter_custom=True).entries(traced.jaxpr)

@@ -19,6 +19,7 @@ from tailrace.data.counts import check_count, member_named, member_of
 from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
+from tailrace.jaxprs.array_trees import returning_arrays
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
 from tailrace.taps.catalogue import Catalogue, Entry, Select, check_selection
@@ -152,7 +153,8 @@ class Tap:
             return 4
         if self.reduce is Reduce.TENSOR:
             return entry.nbytes
-        reduce: Any = self.reduce
+        own: Any = self.reduce
+        reduce = returning_arrays(f"The function {self.kind!r} of a tap returns", own)
         out = jax.eval_shape(reduce, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
 

@@ -12,7 +12,7 @@ import numpy as np
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
-from tailrace.jaxprs.array_trees import not_an_array
+from tailrace.jaxprs.array_trees import dtype_beside, not_an_array, returning_arrays
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
@@ -126,7 +126,8 @@ def check_accumulates_once(optimizer: Optimizer, params: Tree) -> None:
         return isinstance(state, AccumulationState | optax.MultiStepsState)
 
     # By the type of its state: an accumulating transformation may be anywhere inside a chain.
-    state = jax.eval_shape(optimizer.init, params)
+    init = returning_arrays("optimizer.init returns", optimizer.init)
+    state = jax.eval_shape(init, params)
     parts = jax.tree.leaves(state, is_leaf=accumulates)
     if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
         raise OptionError(
@@ -208,7 +209,7 @@ def check_state(now: Tree, given: Tree) -> Any:
         )
 
     def leaf(path: tuple[Any, ...], old: jax.Array, new: TensorLike) -> TensorLike:
-        dtype = getattr(new, "dtype", old.dtype)  # a Python number takes the present dtype
+        dtype = dtype_beside(old, new)
         if jnp.shape(new) != old.shape or dtype != old.dtype:
             raise ProgramError(
                 f"The state that is set has the shapes and dtypes of trainer.state: "

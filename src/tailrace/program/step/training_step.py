@@ -30,6 +30,7 @@ from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.array_trees import check_arrays, dtype_beside
 from tailrace.jaxprs.marks import Tag, mark, name_values, path_name
 from tailrace.program.in_program import cross_replica_mean, cross_replica_sum
 from tailrace.program.memory.optimizer_state import StateKeeping
@@ -160,6 +161,7 @@ class Step(ABC):
             params, batch, inputs = self.precision.narrow((params, batch, inputs))
         out = self._called(params, model_state, batch, inputs)
         name = getattr(self.loss_fn, "__name__", "the loss function")
+        check_arrays(f"{name} returns", out)
         if self.has_model_state:
             if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple)):
                 raise ProgramError(
@@ -167,7 +169,7 @@ class Step(ABC):
                     f"Received: {_shown(out)}."
                 )
             loss, (after, aux) = out
-            _same_state(model_state, after, name)
+            _check_structure(model_state, after, name)
         else:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             after = None
@@ -175,10 +177,15 @@ class Step(ABC):
             loss, aux = self.precision.widen((loss, aux))
             # The loop carries the state: it must leave with the dtype it came with.
             after = same_dtypes(after, model_state)
+        after = _same_forms(model_state, after, name) if self.has_model_state else None
         if loss is None:
             raise ProgramError(
                 f"{name} returns one loss, a float scalar, or (loss, aux). Received: None. "
                 f"Is its return statement missing?"
+            )
+        if not jax.tree_util.all_leaves([loss]):
+            raise ProgramError(
+                f"{name} returns one loss, a float scalar, or (loss, aux). Received: {_shown(loss)}."
             )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -309,12 +316,31 @@ def _scalars(aux: Tree, own: set[str]) -> dict[str, Any]:
     }
 
 
-def _same_state(before: Tree, after: Tree, name: str) -> None:
+def _check_structure(before: Tree, after: Tree, name: str) -> None:
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ProgramError(
             f"The new model state has the structure of the old one, {jax.tree.structure(before)}. "
             f"Received from {name}: {jax.tree.structure(after)}."
         )
+
+
+def _same_forms(before: Tree, after: Tree, name: str) -> Tree:
+    """The new model state, of the shapes and dtypes of the old one; numbers become arrays."""
+
+    def leaf(path: tuple[Any, ...], old: jax.Array, new: TensorLike) -> jax.Array:
+        if hasattr(new, "dtype") and not isinstance(new, jax.Array):
+            new = jnp.asarray(new)  # float64 of NumPy is float32 here
+        dtype = dtype_beside(old, new)
+        if jnp.shape(new) != old.shape or dtype != old.dtype:
+            raise ProgramError(
+                f"The new model state has the shapes and dtypes of the old one. "
+                f"{path_name(path) or 'model_state'} was {old.dtype}{list(old.shape)} and came back as "
+                f"{dtype}{list(jnp.shape(new))} from {name}. Cast or reshape it there, or start with "
+                f"the other form."
+            )
+        return new if isinstance(new, jax.Array) else jnp.asarray(new, dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, before, after)
 
 
 def _shown(value: object) -> str:

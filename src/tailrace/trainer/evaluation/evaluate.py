@@ -20,6 +20,7 @@ from tailrace.feeds import dispatch_table
 from tailrace.feeds.elements import ElementSpec, call_with_element
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import current_trace, path_name
 from tailrace.messages import note_once
 from tailrace.program.running.agreement import agreed_seconds
@@ -255,6 +256,7 @@ class Evaluator:
                     f"{name} returns at least one array for each batch. Received: {result!r}. Is its "
                     f"return statement missing?"
                 )
+            check_arrays(f"{name} returns", result)
             if precision is not None:
                 result = precision.widen(result)
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
