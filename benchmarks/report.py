@@ -75,8 +75,8 @@ def settle(trainers: Sequence[Any], wait_s: float = 300.0) -> None:
         seconds, period = pace.seconds_per_step, engine.sight.period
         engine.runner.fix(engine.loop_state, period, seconds, remaining=10**12)
     for engine, _ in found:
-        if engine.runner.fixing is not None:
-            engine.runner.fixing.result(wait_s)
+        if engine.runner.fixed.compiling is not None:
+            engine.runner.fixed.compiling.result(wait_s)
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

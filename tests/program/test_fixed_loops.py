@@ -54,7 +54,7 @@ def pipeline_of(**options):
 def began(trainer, rows=ROWS):
     """Train three executions, and wait for the loop of fixed length; the losses."""
     losses = trainer.fit(iter(rows), steps=24).loss
-    trainer.engine.runner.fixing.result(60)
+    trainer.engine.runner.fixed.compiling.result(60)
     return losses
 
 
@@ -177,7 +177,7 @@ def test_it_is_not_compiled_for_a_short_training(monkeypatch):
 
 @pytest.mark.parametrize("remaining", [0, 99, 100, None])
 def test_what_is_left_of_a_training_decides_or_what_it_took(monkeypatch, remaining):
-    """Many short fits are a long training."""
+    """Many short fits are a long training, though nothing is left at the end of each."""
     monkeypatch.setattr("tailrace.feeds.dispatch_table.FIXED_WORTH", 1.0)
     trainer = trainer_of()
     trainer.engine.use(list(ROWS))
@@ -187,11 +187,9 @@ def test_what_is_left_of_a_training_decides_or_what_it_took(monkeypatch, remaini
         trainer.fit(iter(ROWS[:8]), steps=8)
         runner.compile_s = 100.0  # without that of the first fit
         runner.fix(trainer.engine.loop_state, 1, 1.0, remaining)
-        # Twice the same length, and enough to come or behind us; nothing to come is the end.
+        # Twice the same length, and enough to come or behind us.
         enough = remaining == 100 or runner.iterations >= 100
-        worth = number > 0 and enough and remaining != 0
-        assert (runner.fixing is not None) == worth, number
-    assert (runner.fixing is None) == (remaining == 0)
+        assert (runner.fixed.compiling is not None) == (number > 0 and enough), number
 
 
 def test_training_goes_on_where_it_does_not_compile(monkeypatch, caplog):
@@ -212,18 +210,56 @@ def test_training_goes_on_where_it_does_not_compile(monkeypatch, caplog):
     assert "a loop of fixed length could not be compiled (MemoryError: no room" in caplog.text
 
 
-def test_executions_begin_with_a_period_once_it_is_there():
+def test_the_end_of_a_training_is_not_the_time():
+    """The last of its executions is the first from which the loop could be compiled."""
+    trainer = trainer_of()
+    trainer.fit(iter(ROWS), steps=16)
+    assert len(trainer.compilations) == 1
+
+
+@pytest.mark.parametrize("kind", ["fits", "epochs", "a generator's epochs"])
+def test_fits_and_epochs_of_one_execution(kind):
+    """The length that is most common, not the one that was asked for."""
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.05, momentum=0.9), params(), steps_per_execution=20)
+    rows = ROWS[:15]
+    if kind == "fits":
+        for _ in range(4):
+            trainer.fit(iter(rows), steps=15)
+    else:
+        trainer.fit(Generated(rows) if kind != "epochs" else list(rows), epochs=4)
+    trainer.engine.runner.fixed.compiling.result(60)
+    assert causes(trainer)[1:] == ["a loop of exactly 15 steps, which is faster"]
+    assert_bits_equal(trainer.params, plain(60, np.concatenate([rows] * 4))[0])
+
+
+class Generated:
+    """Rows in a dataset whose length nobody knows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def test_executions_begin_with_a_period_whether_it_is_there_or_not(monkeypatch):
     """It ends each period with a look, so it cannot start in the middle of one."""
     trainer = trainer_of(observe=[tr.Tap("loss", mode=tr.every(4))])
     began(trainer)
     runner = trainer.engine.runner
     assert [runner.aligned(step, LENGTH, 4) for step in (0, 3, 4, 5)] == [8, 1, 8, 3]
-    assert runner.aligned(3, 6, 4) == 6  # not the length of the loop
+    assert runner.aligned(3, 6, 4) == 6  # no fixed loop has such a length
     before = trainer.engine.executions
     trainer.fit(iter(ROWS[24:27]), steps=3)
     trainer.fit(iter(ROWS[27:]), steps=69)  # 1, eight times 8, 4
     assert trainer.engine.executions - before == 1 + 10
     assert_close(trainer.params, plain(96)[0])
+    monkeypatch.setattr("tailrace.feeds.dispatch_table.FIXED_BELOW_S", 0.0)
+    counted = trainer_of(observe=[tr.Tap("loss", mode=tr.every(4))])
+    counted.fit(iter(ROWS), steps=27)
+    before = counted.engine.executions
+    counted.fit(iter(ROWS[27:]), steps=69)
+    assert counted.engine.executions - before == 10
 
 
 @pytest.mark.parametrize(("period", "chosen"), [(1, 25), (10, 20), (7, 21), (40, 25)])
@@ -266,14 +302,18 @@ def test_a_padded_block_has_its_elements():
     feed.close()
 
 
-def test_epochs_that_are_shorter_than_an_execution():
-    """The length that is most common, not the one that was asked for."""
-    trainer = tr.Trainer(loss_fn, optax.sgd(0.05, momentum=0.9), params(), steps_per_execution=100)
-    trainer.fit(list(ROWS[:24]), epochs=3)
-    runner = trainer.engine.runner
-    runner.fix(trainer.engine.loop_state, 4, 1e-3)
-    runner.fixing.result(60)
-    assert [runner.aligned(1, length, 4) for length in (24, 100)] == [3, 100]
+def test_a_guard_whose_loop_is_shorter_than_the_bad_execution():
+    """The steps before the bad one have the length of the loop, and their block has more."""
+    trainer = trainer_of(observe=[tr.stop_on_nonfinite(["loss", "grad/*"])])
+    some = list(ROWS[:2])
+    trainer.fit(iter(ROWS), steps=16, validation_data=some, validation_every=4)
+    trainer.engine.runner.fixed.compiling.result(60)
+    rows = ROWS.copy()
+    rows[20, 1] = np.nan
+    with pytest.raises(tr.errors.NonFiniteError, match="step 20"):
+        trainer.fit(iter(rows[16:]), steps=8)
+    assert trainer.step == 20
+    assert_close(trainer.params, plain(20)[0])
 
 
 def test_a_sentinel_runs_one_program_twice(monkeypatch):
@@ -285,8 +325,8 @@ def test_a_sentinel_runs_one_program_twice(monkeypatch):
         found = run(self, *args)
         if self.segment.is_loop:
             ran.append(self)
-            if trainer.engine.runner.fixing is not None:
-                trainer.engine.runner.fixing.result(60)
+            if trainer.engine.runner.fixed.compiling is not None:
+                trainer.engine.runner.fixed.compiling.result(60)
         return found
 
     monkeypatch.setattr(Executable, "run", running)
@@ -299,13 +339,20 @@ def test_muted_results_are_another_program():
     trainer = trainer_of()
     engine = trainer.engine
     began(trainer)
+    assert trainer.fit(iter(ROWS), steps=16).loss.shape == (16,)
+    first = engine.runner.fixed.compiling
+    # From now on nothing comes out, and a loop without is compiled once it is the more common one.
     engine.runner.muted = frozenset([engine.scalars])
-    assert engine.runner.aligned(3, LENGTH, 4) == LENGTH
+    for _ in range(6):
+        engine.dispatch(LENGTH)
+        engine.runner.fix(engine.loop_state, 1, 1e-3)
+    engine.runner.fixed.compiling.result(60)
+    assert engine.runner.fixed.compiling is not first
     engine.runner.muted = frozenset()
     assert trainer.fit(iter(ROWS), steps=16).loss.shape == (16,)
 
 
-def test_with_64_bits(monkeypatch):
+def test_with_64_bits():
     with jax.enable_x64(True):
         trainer = trainer_of(observe=[tr.Tap("grad/*", mode=tr.every(4))])
         in_fixed_loop(trainer)
@@ -313,13 +360,9 @@ def test_with_64_bits(monkeypatch):
 
 
 EXIT = """
-import threading, time
-from tailrace.feeds.background import Worker
-from tailrace.program.running import loop_runner
-worker = Worker("tailrace-compile")
-loop_runner.compilers.add(worker)
-ended = []
-worker.submit(lambda: (time.sleep(1.0), print("compiled", flush=True)))
+import time
+from tailrace.program.running.fixed_loops import FixedLoops
+FixedLoops().compile(None, None, lambda: (time.sleep(1.0), print("compiled", flush=True)))
 """
 
 

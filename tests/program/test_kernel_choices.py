@@ -1,7 +1,10 @@
 """What XLA chose by timing is kept with checkpoints on a GPU, and only there."""
 
+import contextvars
+
 import pytest
 
+from tailrace.feeds.background import Worker
 from tailrace.messages import forget_notes
 from tailrace.program.running.kernel_choices import FILE, choices_in, compiled
 
@@ -56,9 +59,24 @@ def test_an_xla_that_cannot_goes_on_without(tmp_path, caplog):
 
 
 def test_other_errors_are_raised(tmp_path):
-    class Full:
+    class Full(Lowered):
         def compile(self, options):
+            super().compile(options)
             raise RuntimeError("RESOURCE_EXHAUSTED")
 
     with choices_in(tmp_path, write=True), pytest.raises(RuntimeError, match="RESOURCE"):
         compiled(Full(), None, "gpu")
+    assert not list(tmp_path.iterdir()), "what it had written is gone"
+
+
+def test_two_threads_do_not_write_one_file(tmp_path):
+    lowered = Lowered()
+    with choices_in(tmp_path, write=True):
+        compiled(lowered, None, "gpu")
+        worker = Worker("tailrace-compile")
+        context = contextvars.copy_context()
+        worker.submit(context.run, compiled, lowered, None, "gpu").result(60)
+        worker.stop()
+    paths = {options["xla_gpu_dump_autotune_results_to"] for options in lowered.options}
+    assert len(paths) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plain_steps import exponents, statistics
 
 import tailrace as tr
+from oracles import assert_close
 from tailrace.taps import gpu_kernels
 from tailrace.taps.reductions import (
     NAN_BIN,
@@ -262,6 +263,29 @@ def test_one_kernel_reads_several_tensors_that_are_alike(monkeypatch, sizes):
         found = merge_statistics(partial[rows], size)
         assert_statistics(found, values[number])
     assert found["std"] == 0
+
+
+@pytest.mark.parametrize("size", [4096, 5000])
+def test_a_kernel_reads_large_numbers(monkeypatch, size):
+    """The sum of a row is infinite, and its mean is not."""
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    values = np.random.default_rng(0).uniform(1e36, 3e36, size).astype(np.float32)
+    rows = np.asarray(gpu_kernels.row_statistics([jnp.asarray(values)], 4096), np.float64)
+    for place, (total, squares, low, high, nan, inf, zero, shift) in enumerate(rows):
+        row = values[4096 * place :][:4096]
+        mean = row.mean(dtype=np.float64)
+        assert_close(np.float32(total / row.size + shift), np.float32(mean))
+        assert (low, high, nan, inf, zero) == (row.min(), row.max(), 0, 0, 0)
+        assert squares == np.inf
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_the_spread_of_large_numbers_is_infinite():
+    """Their squares are, on a CPU too; it is not NaN."""
+    values = np.random.default_rng(0).normal(0, 1e30, 1 << 18).astype(np.float32)
+    found = merge_statistics(np.asarray(jax.jit(pack_statistics)([values])), values.size)
+    assert found["std"] == np.inf
+    assert np.isfinite(found["mean"])
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -21,8 +21,6 @@ from tailrace.errors import FeedError
 from tailrace.feeds.elements import ElementSpec
 
 if TYPE_CHECKING:
-    import jax
-
     from tailrace.devices.devices import Device
 
 Block = list[np.ndarray]

@@ -159,7 +159,8 @@ def _moments(wide: Any, valid: Any) -> tuple[Any, ...]:
     """
     low, high = jnp.min(_only(wide, valid, jnp.inf)), jnp.max(_only(wide, valid, -jnp.inf))
     count = jnp.float32(wide.size) if valid is None else _count(valid)
-    mean = _sum(_only(wide, valid, 0.0)) / jnp.maximum(count, 1.0)
+    # Of quotients: the sum of 4096 values above 1e35 is infinite.
+    mean = _sum(_only(wide, valid, 0.0) * (1.0 / jnp.maximum(count, 1.0)))
     # A mean is rounded, and equal values would seem to differ from it.
     shift = jnp.where(low == high, low, mean)
     away = _only(wide - shift, valid, 0.0)
@@ -178,7 +179,7 @@ def _histogram(there: Any, wide: Any, all_full: bool) -> Any:
     bins = jnp.where(bits > infinity, 256, bits >> 23)
     bins = jnp.where(bits == 0, -1, bins)
     lane = lax.broadcasted_iota(jnp.int32, (ROOM,), 0)
-    zeros = _sum_int((bits == 0) & there)
+    zeros = _sum_int(_only(bits == 0, None if all_full else there, False))
 
     def window(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         """Count the values in the `WINDOW` bins from `top` down."""

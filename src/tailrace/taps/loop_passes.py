@@ -127,6 +127,7 @@ class Passes:
             # The loop overwrites its carry, of which XLA would make a copy first. The first iteration
             # outside of it leaves another one instead.
             apart = self.keeps_start and self.length > 1 and devices.platform() != "cpu"
+            assert not (apart and self.reverse), "a loop over steps runs forwards"
             if apart:
                 init, first = alone(body)(init, jax.tree.map(lambda x: x[0], xs))
                 xs = jax.tree.map(lambda x: x[1:], xs)

@@ -262,6 +262,7 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     mean = shift + total / some
     # Not squares - total**2 / some: a GPU's division is off by a bit, which equal values would show.
     spread = jnp.maximum(squares * some - total * total, 0) / some
+    spread = jnp.where(jnp.isnan(spread), jnp.inf, spread)  # both squares were too large
     whole = jnp.maximum(count.sum(axis=1, keepdims=True), 1)
     middle = (mean * (count / whole)).sum(axis=1, keepdims=True)
     moved = jnp.where(count > 0, mean - middle, 0)

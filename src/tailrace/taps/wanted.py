@@ -54,7 +54,7 @@ class Wanted:
 
     @property
     def widens(self) -> bool:
-        """Whether its reduction reads values of every dtype as float32, in each iteration."""
+        """Whether its reduction converts what it reads to float32 itself."""
         return self.collect == "stack" and self.reduce in (None, histogram) and not self.guard
 
     @property

@@ -118,7 +118,7 @@ class Sentinel:
         loud = self._looking(runner)
         compile_s = loud.compile_s
         # One program for both: another one may round differently.
-        with loud.same_programs():
+        with loud.fixed.unchanged():
             emitted, ready = run(loud, state)
             origin, taken = loud.origin, loud.taken
             # With the elements of the first run, which are still on the device: reading them again

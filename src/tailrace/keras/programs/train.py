@@ -62,7 +62,6 @@ class Training(Executions):
         self._short: ShortSteps | None = None
         self._pending: deque[Ticket] = deque()
         self._most_steps: int | None = None
-        self._timed, self._step_s = 0, 0.0
         self._contexts = contextlib.ExitStack()
         self._began = False
         self._token = tuple([None] * len(self.layout.kinds))  # a new object, recognised by identity
@@ -339,17 +338,19 @@ class Training(Executions):
         runner = engine.runner
         # A single step needs no loop, unless taps are periodic.
         runner.capacity = room if room > 1 or self._period > 1 else None
-        timing = room > 1 and self._timed < dispatch_table.TRIALS and self._accelerated
+        trials = (
+            runner.fixed.trials
+        )  # with the runner: steps on batches of another form take other times
+        timing = room > 1 and len(trials) < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
         self.journal.began(ticket.ready)
         # An execution that compiled says nothing about the time of a step.
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
-            self._step_s = (time.perf_counter() - started) / length
-            self._timed += 1
-        if self._timed == dispatch_table.TRIALS:
-            runner.fix(engine.loop_state, engine.sight.period, self._step_s)
+            trials.append((time.perf_counter() - started) / length)
+        if len(trials) == dispatch_table.TRIALS:
+            runner.fix(engine.loop_state, engine.sight.period, min(trials))
         return ticket
 
     def _collect(self, in_flight: int = 0) -> None:
@@ -449,7 +450,6 @@ class Training(Executions):
             self._takes_nothing = self._nothing_to_take(engine)
             self._period = engine.sight.period
             self._accelerated = devices.platform() != "cpu"
-            self._timed = 0  # steps on other batches take another time
             self._form, self._began = form, True
         return engine
 

@@ -56,7 +56,7 @@ def compiling(
     Args:
         purpose: what the program is for.
         cause: why it is compiled.
-        announced: whether listeners hear of its beginning: nothing waits for one beside the training.
+        announced: whether listeners hear of its beginning; False if training does not wait for it.
     """
     # A context variable, not an argument: compilations are deep inside a dispatch, and their
     # listeners far outside.

@@ -60,8 +60,9 @@ def compiled(
         return lowered.compile(options)
     file, write = kept
     # XLA writes in place, and a process that is killed meanwhile would leave half a file.
-    # Another thread may compile at the same time.
-    partial = file.with_name(f"new-{threading.get_ident()}-{FILE}")
+    # Another thread may compile at the same time. By its name, so that the next process replaces it.
+    thread = threading.current_thread().name.replace("/", "-")
+    partial = file.with_name(f"new-{thread}-{FILE}")
     more = choice_options(file, partial if write else None)
     try:
         program = lowered.compile({**(options or {}), **more})
@@ -74,9 +75,12 @@ def compiled(
             f"rounding."
         )
         return lowered.compile(options)
-    if partial.exists():
-        os.replace(partial, file)  # replaced atomically: the process may be killed at any time
-    return program
+    else:
+        if partial.exists():
+            os.replace(partial, file)  # replaced atomically: the process may be killed at any time
+        return program
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def choice_options(file: Path, write_to: Path | None) -> dict[str, str]:

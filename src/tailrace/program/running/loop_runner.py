@@ -8,15 +8,10 @@ dataset after another, as long as their elements have the same spec.
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import copy
 import dataclasses
-import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,14 +19,13 @@ import jax
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.feeds import dispatch_table
-from tailrace.feeds.background import Worker
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.walk import Position
-from tailrace.messages import note_once
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Closing, Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
+from tailrace.program.running.fixed_loops import FixedLoops, Kind
 from tailrace.program.running.loop_layout import LoopLayout
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.placement import Placement
@@ -40,21 +34,6 @@ from tailrace.program.running.segments import Segment, TracedLoop
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
-
-REPEATED = 2
-"""The number of dispatches of one length from which a loop of that length may pay."""
-
-EXIT_S = 600.0
-"""The most seconds that a process which ends waits for a compilation; otherwise XLA would abort it."""
-
-compilers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-@atexit.register
-def stop_compilers() -> None:
-    """Let compilations end: XLA must not compile while the process takes XLA's threads down."""
-    for worker in list(compilers):
-        worker.stop(EXIT_S)
 
 
 class LoopRunner:
@@ -120,13 +99,7 @@ class LoopRunner:
         self._program, self._loop = program, program.loop
         self._consts = self.placement.put(self.traced.consts)
         self._executables: dict[Hashable, Executable] = {}
-        self._fixed: dict[Hashable, Executable] = {}
-        self._pinned: dict[Hashable, Executable] | None = None
-        self._dispatched: Counter[int] = Counter()
-        """How often each length was dispatched, in blocks without padding."""
-        self._compiler: Worker | None = None
-        self.fixing: Future[None] | None = None
-        """The compilation of the loop of fixed length, once it began."""
+        self.fixed = FixedLoops()
         self._latest: Executable | None = None
 
     @property
@@ -221,14 +194,14 @@ class LoopRunner:
                 set.
         """
         executable = self._executable(self._loop, length, period)
-        # The executable of fixed length is faster, but needs a block without padding, and a start at
-        # the beginning of a period.
-        exact = block is None or block.room == block.count
-        if exact and not self.separate and not numbers.first_step % period:
-            fixed = self._fixed if self._pinned is None else self._pinned
-            executable = fixed.get((length, period, self.muted), executable)
-        if exact:
-            self._dispatched[length] += 1
+        # The executable of fixed length is faster, but needs a block of exactly that length, and to
+        # start and end with a period.
+        kind = Kind(length, period, self.muted)
+        exact = block is None or block.room == length * sum(self._loop.elements.values())
+        whole = not (numbers.first_step % period or length % period)
+        fixable = exact and whole and not self.separate
+        if fixable:
+            executable = self.fixed.get(kind, executable)
         # An executable of fixed length ignores the count; a constant 0 keeps foreseen numbers valid.
         count = length if executable.counted else 0
         numbers = Numbers(numbers.seed, numbers.first_step, numbers.offset, count)
@@ -237,6 +210,8 @@ class LoopRunner:
         before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
+        if fixable:
+            self.fixed.ran(kind)
         self._latest = executable
         self.executions += 1
         self.iterations += length
@@ -270,12 +245,10 @@ class LoopRunner:
         if length:
             ((feed, block),) = origin.elements.items()
             each = self._loop.elements[feed]
-            # An executable of fixed length has no room to spare: the block is cut to what it reads. And
-            # one that comes from there has less room than a counted one needs.
+            # With the room that the executable has: one of fixed length has none to spare.
+            block = block.cut(length * each)
             if self._counted(length):
                 block = block.padded((self.capacity or length) * each)
-            else:
-                block = block.cut(length * each)
             self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(
@@ -290,28 +263,23 @@ class LoopRunner:
             state: the loop's state.
             period: the period of taps.
             seconds: the duration of an iteration.
-            remaining: the number of iterations to come; None if it is unknown.
+            remaining: the number of iterations to come in this fit or epoch; None if it is unknown.
         """
-        short = devices.platform() != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
-        # At the end of a training it would be for nothing.
-        if not short or self._compiler or not self._dispatched or remaining == 0:
-            return
-        length = max(self._dispatched, key=lambda n: n * self._dispatched[n])
-        if self._dispatched[length] < REPEATED or not self._counted(length):
+        if not self._may_fix or seconds >= dispatch_table.FIXED_BELOW_S:
             return
         # Of a training in many short fits, as much is expected as there was.
         expected_s = seconds * max(self.iterations, remaining or 0)
-        if expected_s < dispatch_table.FIXED_WORTH * self.compile_s:
-            return
-        key = (length, period, self.muted)
-        # Processes would have to agree on when the thread is done; one that still waits would run
-        # another program than the others.
-        if length % period or not self.placement.in_one_process:
+        kind = self.fixed.worth(expected_s, self.compile_s, remaining == 0)
+        now = (period, self.muted)
+        if kind is None or (kind.period, kind.muted) != now or not self._counted(kind.length):
             return
         # Shapes instead of arrays: dispatches donate the arrays while the thread compiles.
         forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
-        executable = self._new_executable(self._loop, length, False, period)
-        executable.reason = (self.purpose, f"a loop of exactly {length} steps, which is faster")
+        executable = self._new_executable(self._loop, kind.length, False, period)
+        executable.reason = (
+            self.purpose,
+            f"a loop of exactly {kind.length} steps, which is faster",
+        )
         executable.waited_for = False
         blocks = self._block_forms(executable)
         # Listeners of compilations and open spans belong to the caller's context; JAX's own settings of
@@ -321,36 +289,33 @@ class LoopRunner:
         def compile_it() -> None:
             with jax.enable_x64(wide):
                 context.run(executable.compile, forms, blocks)
-            self._fixed[key] = executable
 
-        self._compiler = Worker("tailrace-compile")
-        compilers.add(self._compiler)
-        self.fixing = self._compiler.submit(compile_it)
-        self.fixing.add_done_callback(_note_failure)
+        self.fixed.compile(kind, executable, compile_it)
+
+    @property
+    def _may_fix(self) -> bool:
+        """Whether loops of fixed length are faster, and can be used.
+
+        Several processes would have to agree on when the thread is done; one that still waits would run
+        another program than the others.
+        """
+        return devices.platform() != "cpu" and self.placement.in_one_process
 
     def aligned(self, step: int, length: int, period: int) -> int:
-        """The length of the next dispatch, so that the one after it can use the loop of fixed length.
+        """The length of the next dispatch, so that the one after it can use a loop of fixed length.
 
-        That loop starts at the beginning of a period.
+        That loop starts at the beginning of a period. Whether it is ready does not matter: what is kept
+        of each execution must not depend on the time that a compilation takes.
         """
-        past, key = step % period, (length, period, self.muted)
-        return min(length, period - past) if past and key in self._fixed else length
-
-    @contextmanager
-    def same_programs(self) -> Generator[None]:
-        """A context in which no loop of fixed length takes over."""
-        self._pinned = dict(self._fixed)
-        try:
-            yield
-        finally:
-            self._pinned = None
+        past = step % period
+        whole = past == 0 or length % period != 0 or not self._may_fix
+        return length if whole else min(length, period - past)
 
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
         """The same loop on the same state, with other emissions."""
         # The trace, the segments and the placement are shared; only executables depend on `wanted`.
         other = copy.copy(self)
-        other.wanted, other._executables, other._fixed = wanted, {}, {}
-        other._dispatched = Counter()
+        other.wanted, other._executables, other.fixed = wanted, {}, FixedLoops()
         other._latest = None
         return other
 
@@ -430,16 +395,6 @@ class LoopRunner:
 def _is_wide() -> bool:
     """Whether JAX computes in 64 bits here; the setting may be of this thread alone."""
     return jax.dtypes.canonicalize_dtype("float64") == "float64"
-
-
-def _note_failure(done: Future[None]) -> None:
-    error = done.exception(timeout=0)  # it is done
-    if error is not None:
-        note_once(
-            f"Training goes on in the loop whose length is an argument, slower by a percent or more: "
-            f"a loop of fixed length could not be compiled ({type(error).__name__}: "
-            f"{str(error)[:200]})."
-        )
 
 
 def _form_of(value: jax.Array) -> jax.ShapeDtypeStruct:

@@ -94,7 +94,7 @@ class Fit:
         # A wait for the dataset ends when the fit is to end: otherwise one Ctrl-C would never
         # return while the dataset blocks.
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
-        self._dataset = dataset
+        self._dataset, self._announced = dataset, ""
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
         self._skipped = _skipped_in(journal.history)
         validation.latest = journal.history.last_validation()
@@ -324,8 +324,11 @@ class Fit:
 
     def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""
-        begins = not compilation.ended
-        self.bar.compiling(f"{compilation.purpose}: {compilation.cause}" if begins else "")
+        begins, text = not compilation.ended, f"{compilation.purpose}: {compilation.cause}"
+        # One that ends in another thread was not announced, and leaves the text of another one.
+        if begins or text == self._announced:
+            self._announced = text if begins else ""
+            self.bar.compiling(self._announced)
         if not begins:
             logger.info(f"Compiled {compilation}.")
             self.journal.add_compilation(compilation)
