@@ -377,3 +377,45 @@ def test_too_many_bytes_are_refused_before_a_program_runs():
     assert program.records["activation/:sin"].values.shape == (50, 100)
     with pytest.raises(OptionError, match="400 bytes a record"):
         tr.observe(jnp.sin, [tap], observe_bytes=399)(jnp.ones(100))
+
+
+def with_keys(params, state, x):
+    """A loss with a random key in its model state, and constants as aux values."""
+    after, key = jax.random.split(state["key"])
+    loss = jnp.sum(params * x * jax.random.normal(key, x.shape))
+    return loss, ({"key": after}, {"int": 1, "float": 2.5, "flag": True, "np": np.float32(3)})
+
+
+def trained_with_keys(taps):
+    trainer = tr.Trainer(
+        with_keys,
+        optax.sgd(0.1),
+        jnp.ones(3),
+        model_state={"key": jax.random.key(0)},
+        observe=taps,
+        steps_per_execution=2,
+    )
+    trainer.fit(list(np.ones((4, 2, 3), np.float32)), steps=4)
+    return trainer
+
+
+@pytest.mark.parametrize("reduce", ["stats", "tensor", "norm", "histogram"])
+def test_random_keys_are_passed_over(reduce):
+    """They are no numbers; a selection of all the others is not refused for their sake."""
+    trainer = trained_with_keys([tr.Tap("*", reduce=reduce), tr.stop_on_nonfinite("*")])
+    names = {name for name, _ in trainer.records}
+    assert "buffer/key" not in names
+    assert {"grad/params", "loss", "aux/int"} < names
+    assert_close(trainer.params, trained_with_keys([]).params)
+    with pytest.raises(
+        SelectionError, match="random keys alone: buffer/key. Observe jax.random.key"
+    ):
+        trained_with_keys([tr.Tap("buffer/*", reduce=reduce)])
+
+
+def test_constants_are_observed():
+    records = trained_with_keys([tr.Tap("aux/*", reduce="tensor")]).records
+    values = {name: records[name].values.tolist() for name in ("aux/int", "aux/float", "aux/np")}
+    assert values == {"aux/int": [1] * 4, "aux/float": [2.5] * 4, "aux/np": [3.0] * 4}
+    stats = trained_with_keys([tr.Tap("aux/*")]).records["aux/float"].values
+    assert stats["mean"].tolist() == [2.5] * 4

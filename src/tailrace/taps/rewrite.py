@@ -304,6 +304,8 @@ def _read_by(want: Wanted, value: Any, around: Frame) -> Any:
     memory. XLA computes that cast inside the kernels of the optimizer; statistics of its result
     would have it written to memory as well.
     """
+    if not isinstance(value, jax.Array):
+        return jnp.asarray(value)  # a literal of the program
     return around.widened.get(id(value), (None, value))[1] if want.widens else value
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.counts import check_count, member_named, member_of
 from tailrace.data.paths import check_path
 from tailrace.data.trees import Tree
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, SelectionError
 from tailrace.jaxprs.array_trees import returning_arrays
 from tailrace.jaxprs.walk import Position
 from tailrace.messages import size_text
@@ -334,7 +335,7 @@ def choose(
     """Apply taps to a catalogue; `describe` gives the other fields of `Chosen` for an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
     for tap in taps:
-        for entry in catalogue.select(tap.select):
+        for entry in _numbers(catalogue.select(tap.select)):
             one = Chosen(tap, entry, *describe(entry))
             # Records are found by tensor and kind; a second one of the same would silently replace the
             # first.
@@ -345,6 +346,17 @@ def choose(
                 )
             chosen[one.key] = one
     return list(chosen.values())
+
+
+def _numbers(selected: Sequence[Entry]) -> list[Entry]:
+    """The selected tensors without random keys, of which there is nothing to see; not only those."""
+    found = [entry for entry in selected if not jnp.issubdtype(entry.dtype, jax.dtypes.extended)]
+    if selected and not found:
+        raise SelectionError(
+            f"Taps observe numbers. Received a selection of random keys alone: "
+            f"{', '.join(entry.name for entry in selected[:5])}. Observe jax.random.key_data(key)."
+        )
+    return found
 
 
 def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
