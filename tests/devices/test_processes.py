@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import re
 import sys
 import threading
@@ -28,7 +27,7 @@ from oracles import (
 )
 from tailrace.devices.processes import launch as module
 from tailrace.devices.processes.launch import Watched, launch
-from waits import LIMIT_S, wait_until
+from waits import LIMIT_S
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_together.py"
@@ -216,25 +215,22 @@ def test_the_output_of_ended_processes_is_awaited_too(tmp_path, monkeypatch):
 
 def test_the_process_that_died_first_is_named(tmp_path, capfd, monkeypatch):
     """Both have died when the launcher looks for the second time."""
-    script, gone = tmp_path / "die.py", tmp_path / "gone"
+    script = tmp_path / "die.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
         f"here, number = pathlib.Path({str(tmp_path)!r}), os.environ['TAILRACE_PROCESS']\n"
-        "(here / f'{number}.part').write_text(str(os.getpid()))\n"
-        "(here / f'{number}.part').rename(here / number)\n"
-        "while not (here / 'gone').exists() and number == '0': time.sleep(0.01)\n"
+        "while not (here / number).exists(): time.sleep(0.01)\n"
         "print('process', number, 'goes', flush=True)\n"
         "sys.exit(3 + int(number == '0'))\n"
     )
 
-    def ended(number):
-        wait_until((tmp_path / number).exists, f"process {number} has started")
-        os.waitid(os.P_PID, int((tmp_path / number).read_text()), os.WEXITED | os.WNOWAIT)
-
     def until_both_have_died(_):
-        ended("1")
-        gone.touch()
-        ended("0")
+        # Not before the launcher has looked once, and one after the other: the time of an end is
+        # that at which a thread has noted it.
+        waiters = {thread.name: thread for thread in threading.enumerate()}
+        for number in ("1", "0"):
+            (tmp_path / number).touch()
+            waiters[f"tailrace-waiter-{number}"].join(LIMIT_S)
 
     monkeypatch.setattr(
         module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=until_both_have_died)
