@@ -27,7 +27,7 @@ from oracles import (
 )
 from tailrace.devices.processes import launch as module
 from tailrace.devices.processes.launch import Watched, launch
-from waits import LIMIT_S
+from waits import LIMIT_S, wait_until
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_together.py"
@@ -241,11 +241,11 @@ def test_the_process_that_died_first_is_named(tmp_path, capfd, monkeypatch):
     assert "  | process 1 goes" in text
 
 
-def test_process_0_has_the_port_before_it_starts(tmp_path, capfd):
-    """Nobody else can bind it, also before the roll call."""
-    script = tmp_path / "bind.py"
+def test_process_0_has_the_port_before_it_starts(tmp_path, capfd, monkeypatch):
+    """Nobody else can bind it, also before the roll call; after it, the launcher does not hold it."""
+    script, tried = tmp_path / "bind.py", tmp_path / "tried"
     script.write_text(
-        "import os, socket, threading\n"
+        "import os, pathlib, socket\n"
         "from tailrace.devices.processes.rollcall import call_roll\n"
         "address = os.environ['TAILRACE_COORDINATOR']\n"
         "number = int(os.environ['TAILRACE_PROCESS'])\n"
@@ -253,11 +253,20 @@ def test_process_0_has_the_port_before_it_starts(tmp_path, capfd):
         "if number == 0:\n"
         "    try: socket.create_server((host, int(port)))\n"
         "    except OSError as error: print('taken:', error.errno)\n"
-        "call_roll(address, 2, number, 60.0, os.environ['TAILRACE_TOKEN'])\n"
+        "call_roll(address, 2, number, 300.0, os.environ['TAILRACE_TOKEN'])\n"
         "if number == 0:\n"
-        "    socket.create_server((host, int(port))).close()  # free again, for JAX\n"
+        "    try: socket.create_server((host, int(port))).close()  # free again, for JAX\n"
+        f"    finally: pathlib.Path({str(tried)!r}).touch()\n"
         "print('met', 'TAILRACE_LISTENING' in os.environ)\n"
     )
+    start = Watched.__init__
+
+    def slowly(self, number, *args):
+        start(self, number, *args)
+        if number == 1:
+            wait_until(tried.exists, "process 0 does not get so far")
+
+    monkeypatch.setattr(Watched, "__init__", slowly)
     assert launch([str(script)], 2) == 0
     out = sorted(capfd.readouterr().out.splitlines())
     assert out == ["[1] met False", "met False", f"taken: {errno.EADDRINUSE}"]

@@ -137,7 +137,8 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
     watched: list[Watched] = []
     with _guardian() as tell, _ended_by_sigterm():
         try:
-            # Open until process 0 has it: a port that is only looked up may be taken meanwhile.
+            # Open until process 0 has it, and no longer: a port that is only looked up may be taken
+            # meanwhile, and after the roll call, which needs all processes, JAX binds it again.
             with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
                 environment[COORDINATOR] = f"127.0.0.1:{server.getsockname()[1]}"
                 first = {LISTENING: str(server.fileno())}
@@ -146,6 +147,7 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
                     files = [server.fileno()] if number == 0 else []
                     watched.append(Watched(number, command, own, files))
                     tell(f"+{watched[-1].process.pid}")
+                    server.close()
             failed = _watch(watched, tell)
         except BaseException:
             _end(watched)
