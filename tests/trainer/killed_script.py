@@ -1,6 +1,6 @@
 """A training script that is killed, and started again unchanged.
 
-    python killed_script.py DIRECTORY [--slow SECONDS] [--blocks AFTER] [--run DIRECTORY]
+    python killed_script.py DIRECTORY [--slow SECONDS] [--waits FILE] [--blocks AFTER] [--run DIRECTORY]
 
 Prints "step N" while it runs, and at its end a digest of everything that it left behind.
 """
@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,17 @@ import tailrace as tr
 
 
 class Telling(tr.Callback):
-    """Prints how far the fit is, and makes executions take some time."""
+    """Prints how far the fit is, and makes executions take some time, or wait for a file."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, seconds, awaited):
+        self.seconds, self.awaited = seconds, awaited
 
     def on_execution_end(self, trainer, execution):
         # One write: the reader's thread prints, too.
         print(f"step {trainer.step}\n", end="", flush=True)
         time.sleep(self.seconds)
+        while self.awaited is not None and trainer.step >= 9 and not self.awaited.exists():
+            time.sleep(0.01)
 
 
 def loss_fn(w, x, y):
@@ -48,6 +51,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--waits", type=Path, help="for this file, from step 9 on")
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--run", help="of the run, with fingerprints: what an audit reads")
     given = parser.parse_args()
@@ -60,9 +64,8 @@ def main():
     checkpoint = None if given.directory == "-" else tr.Checkpoint(given.directory, every=5)
     source = data if given.blocks is None else blocking(data, given.blocks)
     call = {"epochs": 3} if given.blocks is None else {"steps": 30}
-    trainer.fit(
-        source, **call, checkpoint=checkpoint, callbacks=[Telling(given.slow)], progress=False
-    )
+    telling = Telling(given.slow, given.waits)
+    trainer.fit(source, **call, checkpoint=checkpoint, callbacks=[telling], progress=False)
     digest = hashlib.sha256()
     for leaf in [*jax.tree.leaves(trainer.state), trainer.history.loss]:
         digest.update(np.asarray(leaf).tobytes())

@@ -49,7 +49,7 @@ def test_killed_at_random_moments(tmp_path, expected):
     rng = random.Random(4)
     for _ in range(3):
         process = start(tmp_path / "kept", "--slow", "0.02")
-        until(process, "step")
+        until(process, ("step", "digest"))  # a kill that came late finds a fit that has ended
         time.sleep(rng.uniform(0, 0.5))
         process.kill()
         process.communicate(timeout=WAIT_S)
@@ -61,9 +61,11 @@ def test_killed_at_random_moments(tmp_path, expected):
     ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)]
 )
 def test_a_signal_saves_and_leaves(tmp_path, expected, number, code):
-    process = start(tmp_path / "kept", "--slow", "0.3")  # seconds are left after step 9
+    sent = tmp_path / "sent"
+    process = start(tmp_path / "kept", "--waits", str(sent))  # from step 9 on
     until(process, "step 9")
     process.send_signal(number)
+    sent.touch()
     out, error = process.communicate(timeout=WAIT_S)
     assert process.returncode in (code, 130 if number == signal.SIGINT else code), error[-2000:]
     assert "digest" not in out
