@@ -8,6 +8,7 @@ import tailrace.keras as tk
 from oracles import assert_close
 from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_runner import LoopRunner
+from waits import LIMIT_S
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def fixed(monkeypatch):
     def waiting(self, *args):
         fix(self, *args)
         if self.fixed.compiling is not None:
-            self.fixed.compiling.result(60)
+            self.fixed.compiling.result(LIMIT_S)
 
     def running(self, *args):
         if self.segment.is_loop and not self.counted:
