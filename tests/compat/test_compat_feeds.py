@@ -241,11 +241,13 @@ def test_deleting():
 
 
 def test_results_arrive_while_the_program_runs():
-    out, seen, arrived = IPUOutfeedQueue(), [], threading.Event()
+    out, seen = IPUOutfeedQueue(), []
+    asked, arrived = threading.Event(), threading.Event()
 
     def watch():
         while sum(len(part) for part in seen) < 600:
             part = out.dequeue()
+            asked.set()
             if len(part):
                 seen.append(part)
                 arrived.set()
@@ -262,6 +264,7 @@ def test_results_arrive_while_the_program_runs():
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
+    assert asked.wait(LIMIT_S)  # who asks before the program begins gets results while it runs
     queue = IPUInfeedQueue(elements)
     queue.initializer()
     run(lambda v: loops.repeat(600, body, [v], queue), 0.0)
