@@ -57,7 +57,8 @@ def main(directory=None, steps=10, end=None, run_dir=None, replicas=4, every=2):
         "losses": trainer.history.loss.tolist(),
         "state": [np.asarray(leaf).tolist() for leaf in leaves],
     }
-    print("RESULT " + json.dumps(said), flush=True)
+    # One write: a library may print too.
+    print(f"RESULT {json.dumps(said)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def main():
     multihost_utils.sync_global_devices("start")
     port = int(os.environ["TAILRACE_COORDINATOR"].rpartition(":")[2])
     own = [address for address, number in listening() if number == port]
-    print("READY", jax.process_index(), os.getpid(), json.dumps(own), flush=True)
+    # One write: a library may print too.
+    print(f"READY {jax.process_index()} {os.getpid()} {json.dumps(own)}\n", end="", flush=True)
     for number in range(10_000):
         if number == 3 and jax.process_index() == options["stopped"]:
             os.kill(os.getpid(), signal.SIGSTOP)
