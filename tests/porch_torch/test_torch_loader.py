@@ -93,6 +93,9 @@ def begin(_):
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # the workers do not touch JAX
 @pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create 2 worker"
+)  # where there is one core
 @pytest.mark.parametrize(("mode", "expected"), [("sync", 24), ("async_rebatched", 25)])
 def test_rebatching_loses_one_remainder_only(mode, expected):
     loader = tt.DataLoader(
