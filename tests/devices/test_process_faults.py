@@ -246,7 +246,7 @@ def test_the_end_of_the_launcher_ends_the_others(number):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
     # A busy machine may leave any of them without a core for some seconds.
-    process = launched(stopped, heartbeat_s=8)
+    process = launched(stopped, heartbeat_s=15)
     try:
         found = ready(process)
         said = process.stdout.read()
@@ -254,6 +254,6 @@ def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
     finally:
         process.kill()
         process.stdout.close()
-    named = "process 1 has been silent for 8" if stopped else "process 0 of 2, the coordinator, has"
+    named = "process 1 has been silent for 15" if stopped else "process 0 of 2, the coordinator, has"
     assert named in said
     wait_until_gone([pid for pid, _ in found.values()])
