@@ -174,3 +174,16 @@ def test_as_a_process():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("tailrace benchmark-data: The benchmark asked for 20 elements")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="of POSIX")
+def test_a_reader_that_goes_ends_it_without_a_traceback():
+    """As with `tailrace plan ... | head -1`."""
+    command = [sys.executable, "-m", "tailrace.cli", "plan", "--stages", "2", "--microbatches", "4"]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")

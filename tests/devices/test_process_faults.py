@@ -254,6 +254,8 @@ def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
     finally:
         process.kill()
         process.stdout.close()
-    named = "process 1 has been silent for 15" if stopped else "process 0 of 2, the coordinator, has"
+    named = (
+        "process 1 has been silent for 15" if stopped else "process 0 of 2, the coordinator, has"
+    )
     assert named in said
     wait_until_gone([pid for pid, _ in found.values()])

@@ -211,5 +211,7 @@ def test_what_is_given_is_checked(tmp_path):
     with pytest.raises(OptionError, match="fingerprint is True or False"):
         model.compile("sgd", "mse", fingerprint=1)
     model.compile("sgd", "mse", fingerprint=True)
+    with pytest.raises(OptionError, match="of the fit that trained the step. Received: .*'foo'"):
+        model.replay(3, X, Y, checkpoint=tmp_path, foo=1)
     with pytest.raises(OptionError, match="the number of a step that was trained"):
         model.replay(-1, X, Y, checkpoint=tmp_path)

@@ -1,5 +1,7 @@
 """`model.replay`: a past step of a PyTorch model is the step that happened, or says where it is not."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,20 @@ def test_another_process_finds_the_record_in_later_files(plain):
     found = model.replay(7, calls(12), checkpoint=plain / "2.npz")
     assert found.proved is True, "a model that was loaded knows the past of the file"
     assert model.replay(13, calls(12), checkpoint=plain).proved is None
+
+
+@pytest.mark.parametrize("cut", [100, -100])
+def test_a_damaged_file_is_passed_over(plain, tmp_path, caplog, cut):
+    """Cut in its note or in its arrays; the file before has all that is needed."""
+    folder = shutil.copytree(plain, tmp_path / "kept")
+    whole = (folder / "4.npz").read_bytes()
+    (folder / "3.npz").write_bytes(whole[:cut])
+    found = made().replay(7, calls(12), checkpoint=folder)
+    assert found.proved is True, str(found)
+    assert "3.npz" in caplog.text
+    (folder / "4.npz").write_bytes(b"garbage")
+    assert made().replay(13, calls(12), checkpoint=folder).started_at == 6
+    assert "4.npz" in caplog.text
 
 
 def test_recorded_fingerprints_are_compared_by_any_model(plain):

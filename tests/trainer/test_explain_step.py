@@ -248,6 +248,17 @@ def test_rewind_goes_back_exactly_and_goes_on_with_other_data(tmp_path):
     assert audit(run).is_clean
 
 
+def test_a_rewind_that_is_not_proved_warns(tmp_path, caplog):
+    data, _, step = spoilt(3)
+    trainer = trainer_of()
+    trainer.fit(data, epochs=1, checkpoint=tmp_path / "kept")
+    other = tr.batches(arrays(4), BATCH, shuffle=True, seed=3)
+    with pytest.raises(OptionError, match="reason is a text. Received: reason=5"):
+        trainer.rewind(step, data, checkpoint=tmp_path / "kept", reason=5)
+    assert trainer.rewind(step, other, checkpoint=tmp_path / "kept") is False
+    assert f"The state before step {step} is not that of the training: " in caplog.text
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_without_rows(shuffle):
     data = tr.batches(np.arange(20), 3, shuffle=shuffle, seed=1)

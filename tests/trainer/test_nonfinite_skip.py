@@ -144,6 +144,21 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     wrong = trainer_of(accumulation=7)
     with pytest.raises(CheckpointError, match="this trainer takes 7"):
         wrong.replay_bundle(tmp_path / "bundle", regression(1)[0])
+    of_another = tr.Trainer(
+        lambda w, x, y: w["a"] @ x, optax.sgd(0.1), {"a": np.ones(3)}, **options
+    )
+    with pytest.raises(CheckpointError, match="params/a: .* here, missing in the checkpoint"):
+        of_another.replay_bundle(tmp_path / "bundle", regression(1)[0])
+
+
+def test_a_second_bundle_is_written_beside_the_first(tmp_path, caplog):
+    pytest.importorskip("safetensors")
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    for name in ("bundle", "bundle-2", "bundle-3"):
+        with pytest.raises(NonFiniteError):
+            trainer_of(observe=[guard], on_nonfinite=None).fit(elements(), steps=16)
+        assert read_bundle(tmp_path / name)[1]["step"] == 3
+        assert f"The bundle of step 3 is in '{tmp_path / name}'" in caplog.text
 
 
 def test_a_damaged_bundle(tmp_path):

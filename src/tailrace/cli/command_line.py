@@ -6,6 +6,8 @@ with `set_defaults(run=...)`. That function gets the parsed arguments and return
 """
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,13 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Outside `try`: argparse prints its own errors, and exits with 2 as well.
     parsed = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
-        return parsed.run(parsed)
+        code = parsed.run(parsed)
+        sys.stdout.flush()  # here, where the end of a reader is expected
+        return code
     except TailraceError as error:
         # On one line, even if the message quotes an exception of the user's code that has several.
         print(f"tailrace {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130  # the exit code of a process ended by Ctrl-C
+    except BrokenPipeError:  # as with `| head`: nobody reads on
+        # What is left would be written when Python ends, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -246,7 +246,8 @@ def stop_on_nonfinite(
             training continues.
         limit: the number of steps of a fit that may be skipped before it stops.
         bundle: with "stop", a new directory to write the bad step to: the state before it, its
-            elements, seed and step; `trainer.replay_bundle` runs it on another machine.
+            elements, seed and step; `trainer.replay_bundle` runs it on another machine. If it exists,
+            the bundle is written beside it: `bundle-2`.
 
     The device checks every step, and the host reads the checks when an execution has ended. After a bad
     step, training returns to the start of that execution and runs the steps before the bad one again:

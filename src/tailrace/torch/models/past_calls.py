@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import CheckpointError, DataExhausted, OptionError, RunError
+from tailrace.messages import logger
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe
@@ -98,14 +99,13 @@ class PastCalls:
                 f"A replay of step {step} starts from a file that model.save wrote at or before it, "
                 f"and {str(checkpoint)!r} {there}. Save the model more often."
             )
-        self.started_at, file = before[-1]
+        (self.started_at, file), (self._trees, self._note) = _newest_readable(before)
         if self.started_at % options.device_iterations:
             raise CheckpointError(
                 f"A call of this model makes {options.device_iterations} steps, and {str(file)!r} was "
                 f"saved after {self.started_at}. Make the model with the device_iterations that it was "
                 f"trained with."
             )
-        self._trees, self._note = read_state(file, {"step": int, "seed": int})
         if self._note.get("optimizer", kind) != kind:
             raise CheckpointError(
                 f"A replay makes the updates of the training again. {str(file)!r} was saved with "
@@ -114,8 +114,8 @@ class PastCalls:
             )
         # A later file knows more calls than this model, which may have been loaded from an earlier one.
         if log is None or step not in log.history.steps:
-            later = [path for number, path in files if number > step]
-            trees = read_state(later[-1])[0] if later else {}
+            later = [file for file in files if file[0] > step]
+            trees = _newest_readable(later)[1][0] if later else {}
             log = CallLog.of(trees["past"], options) if "past" in trees else log
         self._log = log
 
@@ -173,6 +173,21 @@ class PastCalls:
         return TrainState(trees.get("param", {}), trees["optimizer"], trees.get("buffer", {}))
 
 
+def _newest_readable(
+    files: Sequence[tuple[int, pathlib.Path]],
+) -> tuple[tuple[int, pathlib.Path], tuple[dict[str, Any], dict[str, Any]]]:
+    """The latest file that is whole, and its contents; damaged ones are passed over with a warning."""
+    first: RunError | None = None
+    for file in reversed(files):
+        try:
+            return file, read_state(file[1], {"step": int, "seed": int})
+        except RunError as error:
+            first = first or error
+            logger.warning("%s An earlier file is used, if there is one.", error)
+    assert first is not None, "no files"
+    raise first
+
+
 def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]:
     """The saved models in a directory, or the one in a file, by step."""
     if not isinstance(checkpoint, str | os.PathLike):
@@ -185,7 +200,9 @@ def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         try:
             found.append((int(read_note(file, {"step": int})["step"]), file))
-        except RunError:
-            if file == path:  # in a directory there may be other files
+        except RunError as error:
+            if file == path:
                 raise
+            if file.suffix == ".npz":  # other files may be there, too
+                logger.warning("%s It is passed over.", error)
     return sorted(found)

@@ -36,9 +36,11 @@ def replay_bundle(
             f"{len(elements)} arrays. Received: an example with {structure.num_leaves}. Give an "
             f"element of the dataset that was trained on."
         )
+    put_state(
+        twin, arrays, note
+    )  # before it is traced: a state of another model is refused by name
     feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
     try:
-        put_state(twin, arrays, note)
         twin.step = int(note["step"])
         results = twin.collect(twin.dispatch(1, following=0, period=1))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tailrace.data.trees import Tree
+from tailrace.errors import OptionError
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
@@ -166,6 +167,8 @@ class LookingBack:
             (3, 2)
         """
         self._check_alone()
+        if not isinstance(reason, str):
+            raise OptionError(f"reason is a text. Received: reason={reason!r}.")
         before = self.engine.step
         recorded = recorded_by(self._journal)
         proved = rewind(self.engine, step, dataset, checkpoint, recorded, self._made)

@@ -7,6 +7,7 @@ import os
 import jax
 import numpy as np
 
+from tailrace.messages import logger
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.comparison import Comparison
@@ -34,6 +35,13 @@ def rewind(
         leaves = jax.tree.leaves(jax.tree.map(np.asarray, rerun.engine.state))
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = step, rerun.engine.seed
+    if comparison.differences:
+        logger.warning(
+            "The state before step %s is not that of the training: %s. Rewind again with the same "
+            "dataset, model and options.",
+            step,
+            comparison.differences[0],
+        )
     # Every step on the way counts: the state is the result of all of them. At a checkpoint nothing
     # was computed again: it is the state that was saved.
     return True if first == step else comparison.proved(first, step)

@@ -7,6 +7,7 @@ arrays.safetensors    the state before the step, and the elements of the step
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -35,7 +36,8 @@ def keep_bundle(engine: Engine, failure: NonFiniteError) -> None:
     if place is None or failure.elements is None:
         return
     try:
-        write_bundle(place, engine, failure)
+        where = write_bundle(place, engine, failure)
+        logger.warning("The bundle of step %s is in %r.", failure.step, str(where))
     except (
         CheckpointError,
         MissingDependency,
@@ -44,14 +46,15 @@ def keep_bundle(engine: Engine, failure: NonFiniteError) -> None:
         logger.warning("The bundle of step %s was not written: %s", failure.step, error)
 
 
-def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFiniteError) -> None:
-    """Write a bad step into a new directory."""
+def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFiniteError) -> Path:
+    """Write a bad step into a new directory, and return it: the one asked for, or one beside it."""
     library = import_safetensors()
-    where = Path(place).absolute()
-    if where.exists():
-        raise CheckpointError(
-            f"A bundle is written into a new directory, and {str(where)!r} already exists."
-        )
+    asked = where = Path(place).absolute()
+    # Of an earlier bad step, perhaps: neither of them is to be lost.
+    for number in itertools.count(2):
+        if not os.path.lexists(where):
+            break
+        where = asked.with_name(f"{asked.name}-{number}")
     arrays, keys = state_arrays(engine)
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
@@ -78,6 +81,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
     (partial / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
     # Complete or absent: the name appears once both files are written.
     os.rename(partial, where)
+    return where
 
 
 def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
