@@ -22,7 +22,7 @@ from absent import AbsentModule, missing  # noqa: E402
 from quick import mark_tiers  # noqa: E402
 from tailrace.devices import devices  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
-from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
+from tailrace.program.compiling.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
 from waits import wait_until  # noqa: E402
 

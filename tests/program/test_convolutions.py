@@ -16,7 +16,7 @@ from covering import covering
 from oracles import assert_bits_equal, assert_close
 from tailrace.jaxprs import convolutions
 from tailrace.jaxprs.convolutions import Kind, fast_form, library, swapped
-from tailrace.program.running.compiled_programs import forget_programs
+from tailrace.program.compiling.compiled_programs import forget_programs
 
 RNG = np.random.default_rng(0)
 

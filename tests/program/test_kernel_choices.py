@@ -6,7 +6,7 @@ import pytest
 
 from tailrace.feeds.background import Worker
 from tailrace.messages import forget_notes
-from tailrace.program.running.kernel_choices import FILE, choices_in, compiled
+from tailrace.program.compiling.kernel_choices import FILE, choices_in, compiled
 
 
 class Lowered:

@@ -226,15 +226,7 @@ class Adopted(Setters, Assigning, LookingBack):
     def _fit_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Pacing, dict[str, Any]]:
-        try:
-            bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
-        except TypeError as error:
-            raise OptionError(
-                f"model.replay takes step, observe=, checkpoint= and the arguments of the fit that "
-                f"trained the step. Received: {error}."
-            ) from None
-        bound.apply_defaults()
-        call = bound.arguments
+        call = self._arguments(PLAIN["fit"], self.model, *args, **kwargs)
         if not self.model.compiled or self._keras_runs("train") or not trains_by_engine(self.model):
             raise OptionError(
                 "A replay runs the training program of a model again. Received: a model that is not "

@@ -8,6 +8,7 @@ Out: a device program, dispatched in pieces; its emissions, by key.
     tracing                               from a function to a checked jaxpr
     step                                  the training step
     memory                                sharded optimizer state, offload of state and activations
+    compiling                             lowered programs to executables
     running                               executables, their state, and dispatch lengths
     nonfinite                             finds the operation that made the first NaN or Inf
 

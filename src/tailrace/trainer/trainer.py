@@ -25,7 +25,7 @@ from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.profiling.timeline.trace import Trace, as_trace
-from tailrace.program.running.compilations import Compilation
+from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState

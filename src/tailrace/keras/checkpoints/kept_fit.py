@@ -17,7 +17,7 @@ from tailrace.keras.handles import AnyAdopted
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.programs.call_pacing import listen
 from tailrace.keras.programs.pacing import Pacing
-from tailrace.program.running.kernel_choices import choices_in
+from tailrace.program.compiling.kernel_choices import choices_in
 
 
 def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:

@@ -6,14 +6,15 @@ runs is a separate program, whose results are compared and not kept. Afterwards 
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 
-from tailrace.errors import CheckpointError, DataExhausted
+from tailrace.errors import CheckpointError, DataExhausted, OptionError
 from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
@@ -112,6 +113,19 @@ class LookingBack:
     ) -> tuple[Pacing, dict[str, Any]]:
         """How a fit with these arguments is paced, and the arguments as Keras gets them."""
         raise NotImplementedError
+
+    @staticmethod
+    def _arguments(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a fit by name, with its defaults; others are refused."""
+        try:
+            bound = inspect.signature(fit).bind(*args, **kwargs)
+        except TypeError as error:
+            raise OptionError(
+                f"model.replay takes step, observe=, checkpoint= and the arguments of the fit that "
+                f"trained the step. Received: {error}."
+            ) from None
+        bound.apply_defaults()
+        return bound.arguments
 
     def replay(
         self,

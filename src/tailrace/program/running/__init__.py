@@ -10,7 +10,7 @@ Out: emissions on the device, and an array that is ready when the dispatch has f
     device_program         what is compiled: a segment, rewritten; segments cuts a program
     executable             compiles it and dispatches it
     element_intake         the elements of a dispatch; sent_marks: what marks do while it runs
-    compilations           what was compiled and why; compiled_programs shares equal programs
+    fixed_loops            loops of fixed length, compiled beside the training
     dispatch_lengths       the lengths of a loop's pieces; their constants are in feeds/dispatch_table
     result_packing         small results in one array, so that one copy brings them to the host
     agreement              what processes compare before a dispatch

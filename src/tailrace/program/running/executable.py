@@ -13,8 +13,8 @@ import jax
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var, compiler_options, separate_kernels
-from tailrace.program.running.compilations import Compilation, compiling
-from tailrace.program.running.compiled_programs import compiled_program
+from tailrace.program.compiling.compilations import Compilation, compiling
+from tailrace.program.compiling.compiled_programs import compiled_program
 from tailrace.program.running.device_program import DeviceProgram
 from tailrace.program.running.element_intake import ElementIntake, put_back
 from tailrace.program.running.loop_state import Buffer, LoopState, Numbers

@@ -17,7 +17,7 @@ from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
-from tailrace.program.running.kernel_choices import choices_in
+from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback

@@ -16,8 +16,8 @@ from tailrace.errors import DataError, DataExhausted, DeviceMemoryError, WaitSto
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
+from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
-from tailrace.program.running.compilations import Compilation
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
 from tailrace.records.history import History
 from tailrace.spans.span import span

@@ -15,7 +15,7 @@ from typing import Any
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
-from tailrace.program.running.compilations import listening
+from tailrace.program.compiling.compilations import listening
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp

@@ -16,7 +16,7 @@ from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.internals import key_generator
-from tailrace.program.running.kernel_choices import choices_in
+from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import Observe, StopOnNonfinite, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tailrace.devices.processes import distributed
-from tailrace.program.running.compilations import Compilation
+from tailrace.program.compiling.compilations import Compilation
 from tailrace.records.columns import ValueFile
 from tailrace.records.fingerprints import CHAIN
 from tailrace.records.history import History

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tailrace.program.running.kernel_choices import compiled
+from tailrace.program.compiling.kernel_choices import compiled
 
 MOST = 32
 """The number of recently used programs to keep; older ones live as long as their owners."""
