@@ -1,5 +1,6 @@
 """`tk.of(model).replay`: a past step of a fit is the step that happened, or says where it is not."""
 
+import dataclasses
 import re
 import shutil
 
@@ -19,6 +20,8 @@ X = RNG.normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 FIT = {"batch_size": 4, "epochs": 2, "verbose": 0}  # 12 batches an epoch
 TAPS = [tr.Tap("reduced/*", reduce="tensor"), tr.Tap("activation/hidden", reduce="tensor")]
+
+RARE = [dataclasses.replace(tap, mode=tr.every(7)) for tap in TAPS]
 
 
 def made(*, replicas=1, accumulation=1, stages=False, execution=4, **options):
@@ -87,8 +90,8 @@ def test_taps_change_no_bit_of_a_pipeline(trained):
 def test_taps_see_what_they_would_have_seen(trained):
     model, watched, folder, _ = trained
     steps = tk.of(model).programs["train"].steps
-    for step in (steps // 2 + 1, steps - 1):
-        found = tk.of(model).replay(step, X, Y, observe=TAPS, checkpoint=folder, **FIT)
+    for step, taps in ((steps // 2 + 1, TAPS), (steps - 1, RARE)):
+        found = tk.of(model).replay(step, X, Y, observe=taps, checkpoint=folder, **FIT)
         assert found.proved is True, str(found)
         for what in ("loss", "parameters", "optimizer", "gradients", "elements", "model_state"):
             assert what in found.evidence
@@ -97,6 +100,7 @@ def test_taps_see_what_they_would_have_seen(trained):
         assert len(pairs) == 7
         for mine, theirs in pairs:
             assert unnumbered(mine[0]) == unnumbered(theirs[0])  # two models in one process
+            assert set(found[mine].steps) == {step}
             assert_bits_equal(found[mine].values, of_step(watched.records[theirs], step))
         losses = tk.of(watched).programs["train"].journal.history.each("loss")
         assert_bits_equal(np.float32(found.loss), np.float32(np.mean(losses[step])))

@@ -40,7 +40,7 @@ def replay_bundle(
     try:
         put_state(twin, arrays, note)
         twin.step = int(note["step"])
-        results = twin.collect(twin.dispatch(1, following=0, period=1))
+        results = twin.collect(twin.dispatch(1, following=0))
     finally:
         feed.rest()
     loss, step = float(np.mean(results.scalars["loss"])), int(note["step"])

@@ -18,7 +18,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.internals import key_generator
 from tailrace.program.running.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.taps.tap import Observe, StopOnNonfinite, parse_taps
+from tailrace.taps.tap import Observe, StopOnNonfinite, in_every_step, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.checkpoints.together import own_position
@@ -185,10 +185,8 @@ class RunnerPair:
     def run(self, length: int, looking: bool = False, block: Staged | None = None) -> Results:
         """Run steps: on the next elements of the dataset, or on a block."""
         engine = self._engine
-        # `period=1`: periodic taps of a replay are for the one step that is looked at, whatever its
-        # number.
         engine.swap(self.loud if looking else self.silent)
-        ticket = engine.dispatch(length, block=block, following=0, period=1)
+        ticket = engine.dispatch(length, block=block, following=0)
         results = engine.collect(ticket)
         if results.failure is not None:
             raise results.failure
@@ -200,7 +198,9 @@ def looking_back(taps: Sequence[Any], observe: Observe) -> list[Any]:
     # A guard that skips changes the state, so a replay without it would take another way. One that
     # stops changes nothing.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite) and tap.skips]
-    return [*parse_taps(observe), *guards]
+    # One step is looked at, whatever its number: with a period, its records would have the step of the
+    # next look, or would be left out.
+    return [*map(in_every_step, parse_taps(observe)), *guards]
 
 
 def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engine:
