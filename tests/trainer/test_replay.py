@@ -265,6 +265,25 @@ def test_a_pipeline(tmp_path):
         assert_bits_equal(found[name].values, record.values[2:3])
 
 
+WEIGHTED = tr.Accumulation(3, weight=lambda x: x[0] ** 2)
+
+
+@pytest.mark.parametrize("accumulation", [3, WEIGHTED])
+def test_the_loss_is_that_of_the_history(accumulation, tmp_path):
+    """A mean of three in float32 differs in the last bit from one in float64, now and then."""
+    numbers = np.random.default_rng(0).normal(size=18).astype(np.float32)
+    losses = numbers.reshape(6, 3)
+    (other, *_) = np.flatnonzero(losses.mean(1) != losses.mean(1, dtype=np.float64).astype("f4"))
+    trainer = tr.Trainer(
+        lambda w, x: (w * x).sum(), optax.sgd(0.0), np.float32(1), accumulation=accumulation
+    )
+    history = trainer.fit(tr.batches(numbers, 1), steps=6, checkpoint=tmp_path, progress=False)
+    step = int(other)
+    found = trainer.replay(step, tr.batches(numbers, 1), checkpoint=tmp_path)
+    explained = trainer.explain_step(step, tr.batches(numbers, 1), checkpoint=tmp_path)
+    assert found.loss == explained.loss == history.loss[step]
+
+
 def test_what_cannot_be_replayed(plain, tmp_path):
     trainer, folder = plain
     with pytest.raises(OptionError, match="the number of a step that was trained"):

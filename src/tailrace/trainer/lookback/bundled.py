@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import jax
-import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
@@ -43,5 +42,5 @@ def replay_bundle(
         results = twin.collect(twin.dispatch(1, following=0))
     finally:
         feed.rest()
-    loss, step = float(np.mean(results.scalars["loss"])), int(note["step"])
+    loss, step = float(results.losses[0]), int(note["step"])
     return Replay(step, loss, results.records, [], [], step, source="bundle")
