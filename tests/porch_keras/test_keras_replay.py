@@ -188,6 +188,19 @@ def test_schedules_are_given_again(tmp_path):
     assert without.proved is False
 
 
+def test_a_fit_that_was_continued(tmp_path):
+    """By another model, whose layers have other names, and from weights that a callback restored."""
+    best = keras.callbacks.EarlyStopping
+    for epochs in (1, 2):
+        stop = best("loss", mode="max", patience=9, restore_best_weights=True)
+        fit = {**FIT, "epochs": epochs, "callbacks": [stop]}
+        made().fit(X, Y, checkpoint=tr.Checkpoint(tmp_path, every=99), **fit)
+    for step in (11, 13):
+        found = made().replay(step, X, Y, checkpoint=tmp_path, **FIT)
+        assert found.proved is True, str(found)
+        assert found.started_at == (0 if step < 12 else 12)
+
+
 def test_without_fingerprints_nothing_is_recorded(tmp_path):
     model = made(fingerprint=False)
     model.fit(X, Y, checkpoint=tmp_path, **FIT)

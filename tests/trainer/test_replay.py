@@ -203,6 +203,46 @@ def test_epochs_are_followed(tmp_path):
         assert found.started_at == 0
 
 
+@pytest.mark.parametrize("by", ["steps", "epochs"])
+def test_a_fit_that_was_continued(by, tmp_path):
+    """More steps or epochs than the first call asked for: each of them is of that fit."""
+    elements, kept = data(repeat=by == "steps"), tr.Checkpoint(tmp_path, every=99)
+    first, then = (
+        ({"steps": 10}, {"steps": 24}) if by == "steps" else ({"epochs": 1}, {"epochs": 2})
+    )
+    make = lambda: trainer_of(accumulation=1 if by == "steps" else 2)  # noqa: E731
+    trainers = [make(), make()]
+    for trainer, duration in zip(trainers, (first, then), strict=True):
+        trainer.fit(elements, checkpoint=kept, **duration)
+    middle, end = trainers[0].step, trainers[1].step
+    found = make().replay(middle + 1, elements, checkpoint=kept)
+    assert (found.proved, found.started_at) == (True, middle), str(found)
+    # As a version before this one left the directory, or if the middle is no longer kept.
+    shutil.rmtree(tmp_path / "fit-0" / f"step-{middle}-end")
+    found = make().replay(middle + 1, elements, checkpoint=kept)
+    assert (found.proved, found.started_at) == (True, 0), str(found)
+    assert make().explain_step(middle, elements, checkpoint=kept).proved is True
+    assert make().rewind(middle + 1, elements, checkpoint=kept) is True
+    with pytest.raises(CheckpointError, match=f"ended with step {end - 1}. Received: step={end}"):
+        make().replay(end, elements, checkpoint=kept)
+
+
+class Stop(tr.Callback):
+    def on_execution_end(self, trainer, execution):
+        trainer.stop()
+
+
+def test_steps_of_a_fit_without_checkpoints(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(data(), steps=9, checkpoint=tmp_path, callbacks=[Stop()])  # ends after three
+    trainer.fit(data(), steps=3)
+    trainer.fit(data(), steps=3, checkpoint=tmp_path)
+    for call, step in ((trainer.replay, 4), (trainer.explain_step, 3), (trainer.rewind, 5)):
+        with pytest.raises(CheckpointError, match=r"ends before step \d. Steps of a fit without"):
+            call(step, data(), checkpoint=tmp_path)
+    assert trainer.rewind(3, data(), checkpoint=tmp_path) is True
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_the_program_that_ran_runs_again(tmp_path, steps):
     """A loop with room for one pass is compiled otherwise than a longer one: one bit, now and then."""

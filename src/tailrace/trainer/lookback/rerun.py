@@ -42,6 +42,7 @@ class Rerun:
         note: the note of the checkpoint.
         directory: the directory of the checkpoints, which also has the kernels that XLA chose then.
         fingerprint: whether to take fingerprints, even if the trainer takes none.
+        end: the number of the step before which the fit ended; None if that is not known.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Rerun:
         note: Mapping[str, Any],
         directory: Path | None = None,
         fingerprint: bool = False,
+        end: int | None = None,
     ) -> None:
+        self._end = end
         self.engine = twin_of(engine, observe, fingerprint)
         self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
@@ -89,7 +92,8 @@ class Rerun:
     def check(self, step: int) -> None:
         """Refuse a step that the fit would not have reached."""
         asked, first = self._duration.steps, self._progress.first_step
-        if asked is not None and step >= first + asked:
+        ends = [self._end] if asked is None else [self._end, first + asked]
+        if any(end is not None and step >= end for end in ends):
             raise self._not_reached(step)
 
     def _not_reached(self, step: int) -> CheckpointError:
