@@ -1,5 +1,6 @@
 """`tk.of(model).replay`: a past step of a fit is the step that happened, or says where it is not."""
 
+import dataclasses
 import re
 import shutil
 
@@ -19,6 +20,8 @@ X = RNG.normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 FIT = {"batch_size": 4, "epochs": 2, "verbose": 0}  # 12 batches an epoch
 TAPS = [tr.Tap("reduced/*", reduce="tensor"), tr.Tap("activation/hidden", reduce="tensor")]
+
+RARE = [dataclasses.replace(tap, mode=tr.every(7)) for tap in TAPS]
 
 
 def made(*, replicas=1, accumulation=1, stages=False, execution=4, **options):
@@ -87,8 +90,8 @@ def test_taps_change_no_bit_of_a_pipeline(trained):
 def test_taps_see_what_they_would_have_seen(trained):
     model, watched, folder, _ = trained
     steps = tk.of(model).programs["train"].steps
-    for step in (steps // 2 + 1, steps - 1):
-        found = tk.of(model).replay(step, X, Y, observe=TAPS, checkpoint=folder, **FIT)
+    for step, taps in ((steps // 2 + 1, TAPS), (steps - 1, RARE)):
+        found = tk.of(model).replay(step, X, Y, observe=taps, checkpoint=folder, **FIT)
         assert found.proved is True, str(found)
         for what in ("loss", "parameters", "optimizer", "gradients", "elements", "model_state"):
             assert what in found.evidence
@@ -97,9 +100,10 @@ def test_taps_see_what_they_would_have_seen(trained):
         assert len(pairs) == 7
         for mine, theirs in pairs:
             assert unnumbered(mine[0]) == unnumbered(theirs[0])  # two models in one process
+            assert set(found[mine].steps) == {step}
             assert_bits_equal(found[mine].values, of_step(watched.records[theirs], step))
-        losses = tk.of(watched).programs["train"].journal.history.each("loss")
-        assert_bits_equal(np.float32(found.loss), np.float32(np.mean(losses[step])))
+        history = tk.of(watched).programs["train"].journal.history
+        assert found.loss == history.loss[step]
 
 
 def test_the_model_is_as_before(tmp_path):
@@ -182,6 +186,19 @@ def test_schedules_are_given_again(tmp_path):
     assert found.proved is True, str(found)
     without = model.replay(20, X, Y, checkpoint=tmp_path, **FIT)
     assert without.proved is False
+
+
+def test_a_fit_that_was_continued(tmp_path):
+    """By another model, whose layers have other names, and from weights that a callback restored."""
+    best = keras.callbacks.EarlyStopping
+    for epochs in (1, 2):
+        stop = best("loss", mode="max", patience=9, restore_best_weights=True)
+        fit = {**FIT, "epochs": epochs, "callbacks": [stop]}
+        made().fit(X, Y, checkpoint=tr.Checkpoint(tmp_path, every=99), **fit)
+    for step in (11, 13):
+        found = made().replay(step, X, Y, checkpoint=tmp_path, **FIT)
+        assert found.proved is True, str(found)
+        assert found.started_at == (0 if step < 12 else 12)
 
 
 def test_without_fingerprints_nothing_is_recorded(tmp_path):

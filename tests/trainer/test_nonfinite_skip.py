@@ -127,10 +127,14 @@ def test_a_bundle_is_the_bad_step(tmp_path, options):
     note = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
     assert note["step"] == trainer.step == 3 // trainer.elements_per_step
     other = trainer_of(on_nonfinite=None, **options)  # of another machine
-    taps = [tr.Tap("loss", reduce="tensor"), tr.Tap("param/out", reduce="tensor")]
+    taps = [
+        tr.Tap("loss", reduce="tensor"),
+        tr.Tap("param/out", reduce="tensor", mode=tr.every(9)),
+    ]
     found = other.replay_bundle(tmp_path / "bundle", regression(1)[0], observe=taps)
     assert np.isnan(found["loss"].values).any()
     assert_bits_equal(found["param/out"].values[0], np.asarray(trainer.params["out"]))
+    assert set(found["param/out"].steps) == {found.step}
     assert (found.step, found.proved) == (trainer.step, None)
     assert f"from the bundle of {found.step}" in str(found)
     assert other.step == 0

@@ -1,5 +1,6 @@
 """Replay: a past step again is the step that happened, or says where it is not."""
 
+import dataclasses
 import shutil
 from types import SimpleNamespace
 
@@ -41,6 +42,8 @@ def trainer_of(**options):
 
 
 TAPS = [tr.Tap("activation/net", reduce="tensor"), tr.Tap("grad/*", reduce="tensor")]
+# A replay is of one step, whatever its number and the period of its taps.
+RARE = [dataclasses.replace(tap, mode=tr.every(7)) for tap in TAPS]
 FORMS = {"plain": {}, "accumulation": {"accumulation": 2}, "replicas": {"replicas": 2}}
 
 
@@ -56,10 +59,10 @@ def trained(request, tmp_path_factory):
     return trainer, watched, folder
 
 
-@pytest.mark.parametrize("step", [7, 19])
-def test_taps_see_what_they_would_have_seen(trained, step):
+@pytest.mark.parametrize(("step", "taps"), [(7, TAPS), (19, RARE)])
+def test_taps_see_what_they_would_have_seen(trained, step, taps):
     trainer, watched, folder = trained
-    found = trainer.replay(step, data(), observe=TAPS, checkpoint=folder / "kept")
+    found = trainer.replay(step, data(), observe=taps, checkpoint=folder / "kept")
     assert found.proved is True, str(found)
     assert not found.differences
     assert "fingerprint of parameters" in found.evidence
@@ -200,6 +203,46 @@ def test_epochs_are_followed(tmp_path):
         assert found.started_at == 0
 
 
+@pytest.mark.parametrize("by", ["steps", "epochs"])
+def test_a_fit_that_was_continued(by, tmp_path):
+    """More steps or epochs than the first call asked for: each of them is of that fit."""
+    elements, kept = data(repeat=by == "steps"), tr.Checkpoint(tmp_path, every=99)
+    first, then = (
+        ({"steps": 10}, {"steps": 24}) if by == "steps" else ({"epochs": 1}, {"epochs": 2})
+    )
+    make = lambda: trainer_of(accumulation=1 if by == "steps" else 2)  # noqa: E731
+    trainers = [make(), make()]
+    for trainer, duration in zip(trainers, (first, then), strict=True):
+        trainer.fit(elements, checkpoint=kept, **duration)
+    middle, end = trainers[0].step, trainers[1].step
+    found = make().replay(middle + 1, elements, checkpoint=kept)
+    assert (found.proved, found.started_at) == (True, middle), str(found)
+    # As a version before this one left the directory, or if the middle is no longer kept.
+    shutil.rmtree(tmp_path / "fit-0" / f"step-{middle}-end")
+    found = make().replay(middle + 1, elements, checkpoint=kept)
+    assert (found.proved, found.started_at) == (True, 0), str(found)
+    assert make().explain_step(middle, elements, checkpoint=kept).proved is True
+    assert make().rewind(middle + 1, elements, checkpoint=kept) is True
+    with pytest.raises(CheckpointError, match=f"ended with step {end - 1}. Received: step={end}"):
+        make().replay(end, elements, checkpoint=kept)
+
+
+class Stop(tr.Callback):
+    def on_execution_end(self, trainer, execution):
+        trainer.stop()
+
+
+def test_steps_of_a_fit_without_checkpoints(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(data(), steps=9, checkpoint=tmp_path, callbacks=[Stop()])  # ends after three
+    trainer.fit(data(), steps=3)
+    trainer.fit(data(), steps=3, checkpoint=tmp_path)
+    for call, step in ((trainer.replay, 4), (trainer.explain_step, 3), (trainer.rewind, 5)):
+        with pytest.raises(CheckpointError, match=r"ends before step \d. Steps of a fit without"):
+            call(step, data(), checkpoint=tmp_path)
+    assert trainer.rewind(3, data(), checkpoint=tmp_path) is True
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_the_program_that_ran_runs_again(tmp_path, steps):
     """A loop with room for one pass is compiled otherwise than a longer one: one bit, now and then."""
@@ -260,6 +303,25 @@ def test_a_pipeline(tmp_path):
     assert found.proved is True, str(found)
     for name, record in watched.records.items():
         assert_bits_equal(found[name].values, record.values[2:3])
+
+
+WEIGHTED = tr.Accumulation(3, weight=lambda x: x[0] ** 2)
+
+
+@pytest.mark.parametrize("accumulation", [3, WEIGHTED])
+def test_the_loss_is_that_of_the_history(accumulation, tmp_path):
+    """A mean of three in float32 differs in the last bit from one in float64, now and then."""
+    numbers = np.random.default_rng(0).normal(size=18).astype(np.float32)
+    losses = numbers.reshape(6, 3)
+    (other, *_) = np.flatnonzero(losses.mean(1) != losses.mean(1, dtype=np.float64).astype("f4"))
+    trainer = tr.Trainer(
+        lambda w, x: (w * x).sum(), optax.sgd(0.0), np.float32(1), accumulation=accumulation
+    )
+    history = trainer.fit(tr.batches(numbers, 1), steps=6, checkpoint=tmp_path, progress=False)
+    step = int(other)
+    found = trainer.replay(step, tr.batches(numbers, 1), checkpoint=tmp_path)
+    explained = trainer.explain_step(step, tr.batches(numbers, 1), checkpoint=tmp_path)
+    assert found.loss == explained.loss == history.loss[step]
 
 
 def test_what_cannot_be_replayed(plain, tmp_path):

@@ -131,16 +131,7 @@ class History:
         if name in self._validations:
             return np.array(self._validations[name])
         values = self.each(name)
-        if values.shape[1:] == (1, 1):
-            return values[:, 0, 0]
-        # Averaged wide, returned narrow: a sum over many microbatches in float16 would lose digits.
-        wide = values.astype(np.float64)
-        if self._weights is not None:
-            weights = self._weights.values()
-            mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
-        else:
-            mean = wide.mean(axis=(1, 2))
-        return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)
+        return step_means(values, None if self._weights is None else self._weights.values())
 
     @property
     def loss(self) -> np.ndarray:
@@ -239,6 +230,32 @@ class History:
         )
         head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
+
+
+def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """One value per step: the mean over its microbatches and replicas.
+
+    The only place that computes it, so that a step that is run again has the value of the history, bit
+    for bit.
+
+    Args:
+        values: [steps, microbatches, replicas].
+        weights: their weights; None for equal ones.
+
+    >>> step_means(np.float32([[[1.0], [2.0]], [[3.0], [5.0]]])).tolist()
+    [1.5, 4.0]
+    """
+    if values.shape[1:] == (1, 1):
+        return values[:, 0, 0]
+    # Averaged wide, returned narrow: a sum over many microbatches in float16 would lose digits.
+    # In one layout: NumPy adds in the order of memory, and an emission of replicas has another one.
+    wide = values.astype(np.float64, order="C")
+    if weights is not None:
+        weights = np.ascontiguousarray(weights)
+        mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
+    else:
+        mean = wide.mean(axis=(1, 2))
+    return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)
 
 
 def split_emission(value: object, microbatches: int, replicas: int) -> np.ndarray:

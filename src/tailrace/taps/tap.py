@@ -313,6 +313,17 @@ def parse_taps(observe: Observe) -> list[Tap | StopOnNonfinite]:
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
+def in_every_step(tap: Tap | StopOnNonfinite) -> Tap | StopOnNonfinite:
+    """A tap without its period, for steps that are chosen in another way.
+
+    >>> in_every_step(Tap("grad/*", mode=every(10))).mode
+    <Mode.ALL: 'all'>
+    """
+    return (
+        dataclasses.replace(tap, mode=Mode.ALL) if isinstance(tap, Tap) and tap.period > 1 else tap
+    )
+
+
 def refuse_guards(taps: Sequence[AnyTap], where: str) -> None:
     """Refuse guards where there is no trainer: nothing keeps the state from before a bad step."""
     if any(isinstance(tap, StopOnNonfinite) for tap in taps):

@@ -441,5 +441,5 @@ class Engine:
                 # Executions dispatched after the bad one went on from its state: they do not count.
                 self.step = ticket.first_step + results.steps
         if is_traced() and results.steps:
-            counter("loss", results.scalars["loss"][-1].mean())
+            counter("loss", results.losses[-1])
         return results

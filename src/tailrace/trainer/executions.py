@@ -10,6 +10,7 @@ import numpy as np
 
 from tailrace.errors import NonFiniteError
 from tailrace.program.running.loop_state import Origin
+from tailrace.records.history import step_means
 from tailrace.records.parts import Part
 from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
@@ -68,6 +69,11 @@ class Results:
     fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elements: np.ndarray | None = None
     reading: tuple[int, int, int] | None = None
+
+    @property
+    def losses(self) -> np.ndarray:
+        """The loss of each step, as the history of a fit has it."""
+        return step_means(self.scalars["loss"], self.weights)
 
     @property
     def records(self) -> Records:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -53,6 +53,16 @@ class PastFit(Keeping):
         """What the checkpoint says of the fit."""
         return self._read_note[1][KIND]
 
+    def names(self) -> list[str]:
+        """The names that the variables had in the step, for fingerprints are of names too."""
+        # Keras numbers names as layers are made: a model that continued the fit may have others than
+        # the one that saved this checkpoint. The next one was saved by the model that made the step.
+        later = self._writer.directory.found(self._kept.fit)
+        for kept in (one for one in later if one.step > self.replayed.step):
+            with suppress(orbax_files.DamagedCheckpoint):
+                return orbax_files.read_note(kept.path)[0][KIND]["names"]
+        return self.note["names"]
+
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint."""
         return (self._kept, *self._read_note)
@@ -82,8 +92,7 @@ class PastTraining(Training):
         super().__init__(model)
         self._past: PastFit = attached(model).past
         self._step = self._past.note["first_step"]
-        # Keras numbers names as layers are made; fingerprints are of names as they were.
-        self.layout.rename(self._past.note["names"])
+        self.layout.rename(self._past.names())
 
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run the steps of a block, and stop the fit once the step is reached."""

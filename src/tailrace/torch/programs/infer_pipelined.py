@@ -22,7 +22,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import StatsKey
-from tailrace.taps.tap import Chosen, Mode, StopOnNonfinite, Tap
+from tailrace.taps.tap import Chosen, Mode, in_every_step
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.programs.infer import InferenceProgram
 from tailrace.torch.tracing.forward import Forward
@@ -112,7 +112,7 @@ class StagedInferenceProgram(InferenceProgram):
 
     def _looking(self) -> list[Any]:
         # A period counts batches, and the loop counts iterations: all are kept, and selected later.
-        seen = [_always(tap) for tap in self.taps]
+        seen = [in_every_step(tap) for tap in self.taps]
         self._given = {id(one): tap for one, tap in zip(seen, self.taps, strict=True)}
         return seen
 
@@ -133,9 +133,3 @@ class StagedInferenceProgram(InferenceProgram):
             return Emission(*map(self.runner.by_element, emission))
 
         return {key: flat(key, emission) for key, emission in emitted.items()}
-
-
-def _always(tap: Tap | StopOnNonfinite) -> Tap | StopOnNonfinite:
-    return (
-        dataclasses.replace(tap, mode=Mode.ALL) if isinstance(tap, Tap) and tap.period > 1 else tap
-    )

@@ -6,8 +6,8 @@
       fit-1/step-4000  ...
 
 The fits of a script are numbered. Names identify checkpoints, so that selecting and removing reads no
-files: `-end` is the end of a fit, `-best` was the best when it was written, `.damaged` was set aside
-because it could not be read.
+files: `-end` is the end of a fit (earlier ones are from before it was continued), `-best` was the best
+when it was written, `.damaged` was set aside because it could not be read.
 """
 
 from __future__ import annotations
@@ -235,10 +235,15 @@ def superseded(kept: list[Kept], keep: int) -> list[Kept]:
     >>> steps = [Kept(0, step, False, Path()) for step in (0, 10, 20, 30)]
     >>> [one.step for one in superseded(steps, keep=2)]
     [10]
+    >>> ends = [Kept(0, step, True, Path()) for step in (15, 40)]  # continued after 15 steps
+    >>> [one.step for one in superseded(sorted(steps + ends), keep=3)]
+    [10]
     """
     bests = [one for one in kept if one.best]
-    ends = [one for one in kept if one.ended]
-    plain = [one for one in kept if not one.ended and not one.best]
+    end = [one for one in kept if one.ended][-1:]
+    # The end of a fit that was continued is one of its middle: replays of the steps after it start
+    # there.
+    plain = [one for one in kept if one not in end and not one.best]
     # The first one stays for replays: it is the state before step 0.
-    stays = {*kept[:1], *bests[-1:], *ends[-1:], *plain[-keep:]}
+    stays = {*kept[:1], *bests[-1:], *end, *plain[-keep:]}
     return [one for one in kept if one not in stays]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import jax
-import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
@@ -42,8 +41,8 @@ def replay_bundle(
     feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
     try:
         twin.step = int(note["step"])
-        results = twin.collect(twin.dispatch(1, following=0, period=1))
+        results = twin.collect(twin.dispatch(1, following=0))
     finally:
         feed.rest()
-    loss, step = float(np.mean(results.scalars["loss"])), int(note["step"])
+    loss, step = float(results.losses[0]), int(note["step"])
     return Replay(step, loss, results.records, [], [], step, source="bundle")

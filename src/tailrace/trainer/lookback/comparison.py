@@ -118,7 +118,7 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
         comparison: the comparison with what was recorded.
         note: the note of the checkpoint.
     """
-    loss, step = float(np.mean(seen.scalars["loss"])), seen.first_step
+    loss, step = float(seen.losses[0]), seen.first_step
     found, compared = comparison.differences, comparison.compared
     if comparison.proved(step, step + 1) is None:
         compared = []  # only steps on the way to it were recorded

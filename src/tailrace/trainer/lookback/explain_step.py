@@ -129,7 +129,7 @@ def explain_step(
         found = example_gradients(rerun.engine, state, gradients, elements, spec)
     proved = comparison.proved(step, step + 1)
     rows = numbered(dataset, results.reading, found)
-    loss = float(np.mean(results.scalars["loss"]))
+    loss = float(results.losses[0])
     growth = _growth(before, _norms(records))
     return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
 

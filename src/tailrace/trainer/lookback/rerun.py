@@ -18,7 +18,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.internals import key_generator
 from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.taps.tap import Observe, StopOnNonfinite, parse_taps
+from tailrace.taps.tap import Observe, StopOnNonfinite, in_every_step, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.checkpoints.together import own_position
@@ -42,6 +42,7 @@ class Rerun:
         note: the note of the checkpoint.
         directory: the directory of the checkpoints, which also has the kernels that XLA chose then.
         fingerprint: whether to take fingerprints, even if the trainer takes none.
+        end: the number of the step before which the fit ended; None if that is not known.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Rerun:
         note: Mapping[str, Any],
         directory: Path | None = None,
         fingerprint: bool = False,
+        end: int | None = None,
     ) -> None:
+        self._end = end
         self.engine = twin_of(engine, observe, fingerprint)
         self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
@@ -89,7 +92,8 @@ class Rerun:
     def check(self, step: int) -> None:
         """Refuse a step that the fit would not have reached."""
         asked, first = self._duration.steps, self._progress.first_step
-        if asked is not None and step >= first + asked:
+        ends = [self._end] if asked is None else [self._end, first + asked]
+        if any(end is not None and step >= end for end in ends):
             raise self._not_reached(step)
 
     def _not_reached(self, step: int) -> CheckpointError:
@@ -185,10 +189,8 @@ class RunnerPair:
     def run(self, length: int, looking: bool = False, block: Staged | None = None) -> Results:
         """Run steps: on the next elements of the dataset, or on a block."""
         engine = self._engine
-        # `period=1`: periodic taps of a replay are for the one step that is looked at, whatever its
-        # number.
         engine.swap(self.loud if looking else self.silent)
-        ticket = engine.dispatch(length, block=block, following=0, period=1)
+        ticket = engine.dispatch(length, block=block, following=0)
         results = engine.collect(ticket)
         if results.failure is not None:
             raise results.failure
@@ -200,7 +202,9 @@ def looking_back(taps: Sequence[Any], observe: Observe) -> list[Any]:
     # A guard that skips changes the state, so a replay without it would take another way. One that
     # stops changes nothing.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite) and tap.skips]
-    return [*parse_taps(observe), *guards]
+    # One step is looked at, whatever its number: with a period, its records would have the step of the
+    # next look, or would be left out.
+    return [*map(in_every_step, parse_taps(observe)), *guards]
 
 
 def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engine:

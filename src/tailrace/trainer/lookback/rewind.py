@@ -28,6 +28,8 @@ def rewind(
     recorded = known_of(start, max(0, step - 1), recorded, engine)
     rerun = start.rerun(engine, (), dataset, recorded.has_fingerprints)
     comparison, first = Comparison(recorded), rerun.step
+    if first < step:
+        rerun.check(step - 1)
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):
             comparison.take_all(rerun.advance(end))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,22 @@ class Start:
 
     def rerun(self, engine: Engine, observe: Observe, dataset: object, fingerprint: bool) -> Rerun:
         """The steps from here on; with fingerprints, even if the trainer takes none."""
-        where = self.directory.directory
-        return Rerun(engine, observe, dataset, *self.fit(), where, fingerprint)
+        where, (arrays, note) = self.directory.directory, self.fit()
+        end, duration = self._reached()
+        # The fit may have been continued since, by a call that asked for more: the last one counts.
+        note = {**note, "fit": {**note["fit"], "duration": duration or note["fit"]["duration"]}}
+        return Rerun(engine, observe, dataset, arrays, note, where, fingerprint, end)
+
+    def _reached(self) -> tuple[int | None, Mapping[str, Any] | None]:
+        """Where the fit ended, None if it did not, and what its last call asked for, if known."""
+        found = self.directory.found(self.kept.fit)
+        end = found[-1].step if found[-1].ended else None
+        for kept in reversed(found):
+            if kept.path == self.kept.path:
+                break
+            with contextlib.suppress(orbax_files.DamagedCheckpoint):  # an earlier one says less
+                return end, orbax_files.read_note(kept.path)[0]["fit"]["duration"]
+        return end, None
 
     def continues(self, step: int) -> bool:
         """Whether a step is known to belong to this fit: a later checkpoint of it says so, and no later
