@@ -17,6 +17,7 @@ from tailrace.records.records import Records
 from tailrace.trainer.lookback.comparison import Comparison
 from tailrace.trainer.lookback.outcome import Difference, Replay
 from tailrace.trainer.lookback.recorded import Recorded
+from tailrace.trainer.lookback.replay import replay
 from tailrace.trainer.lookback.rerun import Rerun
 from tailrace.trainer.lookback.start import nearest
 
@@ -166,7 +167,8 @@ def test_equal_means_are_not_shown_as_a_difference():
     recorded = Recorded({0: np.float32([[1.0], [3.0]])})
     comparison = Comparison(recorded)
     loss = {"loss": np.float32([[[3.0], [1.0]]])}
-    comparison.take(SimpleNamespace(scalars=loss, first_step=0, steps=1, elements=None))
+    form = {"first_step": 0, "steps": 1, "elements": None, "weights": None}
+    comparison.take(SimpleNamespace(scalars=loss, **form))
     assert [str(one) for one in comparison.differences] == [
         "step 0: loss of microbatch 0, replica 0: 1.0 recorded, 3.0 replayed"
     ]
@@ -192,6 +194,69 @@ def test_a_changed_program_is_not_taken_for_the_same(plain):
     found = changed.replay(7, data(), checkpoint=folder)
     assert found.proved is False
     assert "the elements are equal: the model" in str(found)
+
+
+def measuring(factor=1.0, name="size", **options):
+    def measured(w, x):
+        size = factor * jnp.abs(x * w).mean()
+        return ((x - w) ** 2).mean(), {name: size, "bad": jnp.log(-size), "steps": jnp.int32(3)}
+
+    options = {"fingerprint": True, "steps_per_execution": 3, **options}
+    return tr.Trainer(measured, optax.sgd(0.1), np.float32(1), **options)
+
+
+@pytest.mark.parametrize("where", ["history", "run", "checkpoint"])
+def test_all_recorded_scalars_are_compared(where, tmp_path):
+    """Those of aux too: a metric that is computed otherwise is no part of the loss or the state."""
+    numbers = tr.batches(np.arange(48, dtype=np.float32) + 1, 4)
+    own = {"run_dir": tmp_path / "run"} if where == "run" else {}
+    trainer = measuring(log=["grad_norm", "examples_per_second"], **own)
+    history = trainer.fit(numbers, steps=6, checkpoint=tmp_path / "kept", progress=False)
+    recorded = Recorded()
+    if where == "run":
+        recorded.add_run(tr.open_run(tmp_path / "run"))
+    elif where == "history":
+        recorded.add_history(history)
+
+    def again(changed):
+        return replay(changed.engine, 4, numbers, (), tmp_path / "kept", recorded)
+
+    same = again(measuring())  # values of log= are none of the step
+    assert same.proved is True, str(same)  # NaN is equal to NaN
+    assert same.evidence.startswith("loss, bad, size, steps, fingerprint")
+    other = again(measuring(2.0))
+    assert (other.proved, {one.what for one in other.differences}) == (False, {"size"})
+    one = next(one for one in other.differences if one.step == 4)
+    assert one.replayed == 2 * one.recorded
+    assert f"step 4: size {one.recorded} recorded, {one.replayed} replayed" in str(other)
+    renamed = again(measuring(name="length"))
+    assert renamed.proved is False
+    assert "step 0: size 2.5 recorded, nothing replayed" in str(renamed)
+    assert "step 0: length nothing recorded, 2.5 replayed" in str(renamed)
+
+
+def test_a_tap_may_change_how_aux_is_rounded(tmp_path, monkeypatch):
+    """No gradient depends on it: the step without taps says whether it is that of the training."""
+    look, looks = Rerun.look, []
+
+    def rounded(rerun):
+        results = look(rerun)
+        looks.append(rerun.tapped)
+        size = results.scalars["size"]
+        changed = np.nextafter(size, np.float32(9)) if rerun.tapped else size
+        return dataclasses.replace(results, scalars={**results.scalars, "size": changed})
+
+    monkeypatch.setattr(Rerun, "look", rounded)
+    numbers, alone = tr.batches(np.arange(32, dtype=np.float32) + 1, 4), {"steps_per_execution": 1}
+    kept = tr.Checkpoint(tmp_path, every=1, keep=9)
+    measuring(**alone).fit(numbers, steps=4, checkpoint=kept, progress=False)
+    taps = {"observe": ["grad/*"], "checkpoint": kept}
+    found = measuring(**alone).replay(2, numbers, **taps)
+    assert (found.proved, looks, "size" in found.evidence) == (True, [True, False], True)
+    assert found["grad/params"].steps.tolist() == [2]
+    assert measuring(**alone).explain_step(2, numbers, checkpoint=kept).proved is True
+    other = measuring(2.0, **alone).replay(2, numbers, **taps)
+    assert [(one.step, one.what) for one in other.differences] == [(2, "size")]
 
 
 def test_epochs_are_followed(tmp_path):

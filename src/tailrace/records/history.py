@@ -127,11 +127,15 @@ class History:
             )
         return self._columns[name].values()
 
+    @property
+    def weights(self) -> np.ndarray | None:
+        """The weights of microbatches and replicas in means, as `each`; None for equal ones."""
+        return None if self._weights is None else self._weights.values()
+
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._validations:
             return np.array(self._validations[name])
-        values = self.each(name)
-        return step_means(values, None if self._weights is None else self._weights.values())
+        return step_means(self.each(name), self.weights)
 
     @property
     def loss(self) -> np.ndarray:

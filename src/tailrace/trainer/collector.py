@@ -18,7 +18,7 @@ from tailrace.records.history import split_emission
 from tailrace.records.records import take_records
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import StopOnNonfinite
-from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.executions import SKIPPED, Results, Ticket
 from tailrace.trainer.observation.nonfinite_guard import BadStep, bad_steps, first_bad_step
 from tailrace.trainer.sentinel import Sentinel
 from tailrace.trainer.state_digests import StateDigests
@@ -128,5 +128,5 @@ class Collector:
         # One flag a step, in the shape of the losses: all columns of a history have that shape, and
         # so it goes into checkpoints and run directories like any other.
         skipped = bad_steps(emitted, replicas)[:, None, None]
-        arrays["skipped"] = np.broadcast_to(skipped, arrays["loss"].shape)
+        arrays[SKIPPED] = np.broadcast_to(skipped, arrays["loss"].shape)
         return None

@@ -83,7 +83,7 @@ class Side:
     def look(self) -> dict[str, bytes]:
         """Run one step; the digests of its tensors, by name."""
         results = self.rerun.look()
-        self._comparison.take(results)
+        self._comparison.take(results, self.rerun.tapped)
         return _digests(results)
 
     def settle(self) -> None:

@@ -9,9 +9,17 @@ import numpy as np
 
 from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
-from tailrace.trainer.executions import Results
+from tailrace.records.history import step_means
+from tailrace.trainer.executions import SKIPPED, Results
 from tailrace.trainer.lookback.outcome import Difference, Replay
-from tailrace.trainer.lookback.recorded import Recorded, differences_of, same_bits
+from tailrace.trainer.lookback.recorded import (
+    WEIGHTS,
+    Recorded,
+    differences_of,
+    same_bits,
+    with_weights,
+)
+from tailrace.trainer.observation.logged_values import is_logged
 
 
 class Comparison:
@@ -19,11 +27,23 @@ class Comparison:
 
     A replay may cut an execution into several dispatches: losses and elements are put together, and
     the state and gradients are those of the last of them.
+
+    Args:
+        recorded: what is known of the steps.
+        all_known: whether a scalar that only one of both has is a difference.
+
+    Attributes:
+        differences: what differs.
+        in_doubt: scalars that differ in a step that ran with taps. XLA may round a value of `aux`
+            otherwise there (a `logsumexp` of a tapped activation on a CPU, by one bit), while loss and
+            state are bit-equal: only the step without taps can say.
+        compared: what was compared.
     """
 
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
+    def __init__(self, recorded: Recorded, all_known: bool = True) -> None:
+        self._recorded, self._all_known = recorded, all_known
         self.differences: list[Difference] = []
+        self.in_doubt: list[Difference] = []
         self.compared: list[str] = []
         self._steps: set[int] = set()
         self._losses: list[np.ndarray] = []
@@ -35,23 +55,49 @@ class Comparison:
         for results in several:
             self.take(results)
 
-    def take(self, results: Results) -> None:
-        """Take in one dispatch."""
+    def take(self, results: Results, tapped: bool = False) -> None:
+        """Take in one dispatch; `tapped` if taps observed it."""
         losses, first = results.scalars["loss"], results.first_step
-        for number, found in enumerate(losses, start=first):
-            was = self._recorded.losses.get(number)
+        for row, found in enumerate(losses):
+            was = self._recorded.losses.get(first + row)
             if was is None:
                 continue
-            self.compared.append("loss")
-            self._steps.add(number)
-            # Bits: NaN is equal to NaN here, and 0.0 is not -0.0.
-            if not same_bits(was, found):
-                self.differences.append(_of_loss(number, np.asarray(was), np.asarray(found)))
+            self._steps.add(first + row)
+            self._compare_step(first + row, was, found, _others(results, row), tapped)
         self._losses.append(losses)
         if results.elements is not None:
             self._elements.append(results.elements)
         self._first = first if self._first is None else self._first
         self._compare_execution(results, first + results.steps)
+
+    def _compare_step(
+        self,
+        step: int,
+        loss: np.ndarray,
+        again: np.ndarray,
+        others: Mapping[str, np.ndarray],
+        tapped: bool,
+    ) -> None:
+        """Compare the loss and all other scalars of a step."""
+        was, found = {"loss": loss, **self._recorded.scalars(step)}, {"loss": again, **others}
+        for name in dict.fromkeys((*was, *found)):
+            if name not in was or name not in found:
+                self._miss(step, name, was, found)
+            elif _equal(was[name], found[name]):
+                self.compared.append(name)
+            elif tapped and name != "loss":
+                self.in_doubt.append(_of_scalar(step, name, was, found))
+            else:
+                self.compared.append(name)
+                self.differences.append(_of_scalar(step, name, was, found))
+
+    def _miss(
+        self, step: int, name: str, was: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]
+    ) -> None:
+        """Note a scalar that only one of both has."""
+        if self._all_known and step in self._recorded.rows and not _may_lack(name, was):
+            one = Difference(step, name, _mean(name, was), _mean(name, found))
+            self.differences.append(one)
 
     def proved(self, first: int, end: int) -> bool | None:
         """Whether steps are what happened; None if one of them was not recorded."""
@@ -91,23 +137,59 @@ class Comparison:
         return found
 
 
-def _of_loss(step: int, was: np.ndarray, found: np.ndarray) -> Difference:
-    """How a loss differs: in its mean, or else in the first microbatch and replica.
+def _others(results: Results, row: int) -> dict[str, np.ndarray]:
+    """All scalars of a step but the loss: [microbatches, replicas] by name."""
+    found = {name: values[row] for name, values in results.scalars.items() if name != "loss"}
+    return with_weights(found, None if results.weights is None else results.weights[row])
+
+
+def _equal(was: np.ndarray, found: np.ndarray) -> bool:
+    # Bits: NaN is equal to NaN here, and 0.0 is not -0.0. A run directory may keep a narrow dtype in
+    # a wider one.
+    return same_bits(was, np.asarray(found).astype(np.asarray(was).dtype))
+
+
+def _may_lack(name: str, was: Mapping[str, np.ndarray]) -> bool:
+    """Whether a scalar that a replay or a record lacks says nothing of the step."""
+    # Values of `log=` are not computed by a step, nor is the flag of a guard: without one, nothing is
+    # skipped. NaN alone is what a run directory has where a scalar of other steps has no value.
+    values = np.asarray(was.get(name, 0.0))
+    filled = values.dtype.kind == "f" and bool(np.isnan(values).all())
+    return is_logged(name) or name == SKIPPED or filled
+
+
+def _mean(name: str, values: Mapping[str, np.ndarray]) -> float | None:
+    """The value of a step, as a history has it; None if there is none."""
+    if name not in values:
+        return None
+    weights, parts = values.get(WEIGHTS), np.asarray(values[name])
+    if parts.ndim != 2:
+        return float(np.mean(parts))
+    own = name == WEIGHTS or weights is None
+    return float(step_means(parts[None], None if own else np.asarray(weights)[None])[0])
+
+
+def _of_scalar(
+    step: int, name: str, was: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]
+) -> Difference:
+    """How a scalar differs: in its mean, or else in the first microbatch and replica.
 
     Args:
         step: the step.
-        was: the recorded losses: [microbatches, replicas].
+        name: the scalar.
+        was: the recorded scalars: [microbatches, replicas] by name.
         found: those of the replay.
     """
-    mean = float(np.mean(was)), float(np.mean(found))
-    if not same_bits(*mean) or was.shape != found.shape or was.ndim != 2:
-        return Difference(step, "loss", *mean)
-    # Losses that differ in their last bits may have the same mean, and equal numbers would explain
+    one, other = np.asarray(was[name]), np.asarray(found[name])
+    mean = _mean(name, was), _mean(name, found)
+    if not same_bits(*mean) or one.shape != other.shape or one.ndim != 2:
+        return Difference(step, name, *mean)
+    # Values that differ in their last bits may have the same mean, and equal numbers would explain
     # nothing.
-    differ = [place for place in np.ndindex(was.shape) if not same_bits(was[place], found[place])]
+    differ = [place for place in np.ndindex(one.shape) if not _equal(one[place], other[place])]
     microbatch, replica = differ[0]
     part = f"microbatch {microbatch}, replica {replica}"
-    return Difference(step, "loss", float(was[differ[0]]), float(found[differ[0]]), part)
+    return Difference(step, name, float(one[differ[0]]), float(other[differ[0]]), part)
 
 
 def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) -> Replay:

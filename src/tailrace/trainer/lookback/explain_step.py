@@ -117,12 +117,12 @@ def explain_step(
         comparison.take_all(rerun.advance(max(rerun.step, step - BEFORE)))
         while rerun.step < step:
             results = rerun.look()
-            comparison.take(results)
+            comparison.take(results, rerun.tapped)
             before.append(_norms(dict(results.records.items())))
         # Copied to the host before the step runs, which overwrites it.
         state = jax.tree.map(np.asarray, rerun.engine.read())
         results = rerun.look()
-        comparison.take(results)
+        comparison.take(results, rerun.tapped)
         records = dict(results.records.items())
         gradients = [record.values[0] for (_, kind), record in records.items() if kind == "tensor"]
         elements, spec = rerun.elements, rerun.spec

@@ -22,7 +22,7 @@ from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.comparison import Comparison, replay_of
 from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.recorded import Recorded
-from tailrace.trainer.lookback.rerun import RunnerPair
+from tailrace.trainer.lookback.rerun import RunnerPair, has_taps
 
 
 class HandedReplay:
@@ -38,7 +38,9 @@ class HandedReplay:
         self.step, self._recorded, self._note = step, recorded, note
         around = recorded.around(step)
         self._end = step + 1 if around is None else sum(around)
-        self._comparison = Comparison(recorded)
+        # Keras numbers the names of metrics as they are made, and PyTorch keeps losses alone: what only
+        # one of both has, says nothing.
+        self._comparison = Comparison(recorded, all_known=False)
         self._seen: Results | None = None
         self._feed: Feed | None = None
         self._pairs: dict[Feed, RunnerPair] = {}
@@ -80,7 +82,7 @@ class HandedReplay:
                 pair.set_longest(max(1, block.room // count))
                 part = with_room(part, (runner.capacity or 0) * count)
             results = pair.run(length, looking, part)
-            self._comparison.take(results)
+            self._comparison.take(results, looking and has_taps(engine))
             if looking:
                 self._seen = results
         self.done = engine.step >= self._end

@@ -43,9 +43,9 @@ class LookingBack:
         """Run a past step again, observe it with any taps, and prove that it equals the original.
 
         The replay starts from the nearest checkpoint, moves the dataset to its position, and runs the
-        steps before this one without taps, validation or callbacks. Losses and, with
-        `fingerprint=True`, the state at the ends of executions are compared with what was recorded. The
-        trainer is unchanged afterwards. While a replay runs, the device holds two states.
+        steps before this one without taps, validation or callbacks. Losses, the scalars of `aux` and,
+        with `fingerprint=True`, the state at the ends of executions are compared with what was
+        recorded. The trainer is unchanged afterwards. While a replay runs, the device holds two states.
 
         Args:
             step: the index of the step.

@@ -19,10 +19,11 @@ class Difference:
 
     Attributes:
         step: the step, or the last one of the execution.
-        what: "loss", or the group of tensors whose fingerprint differs.
-        recorded: the value that the training recorded.
-        replayed: the value in the replay.
-        part: the microbatch and replica whose loss this is; empty for the mean of the step.
+        what: "loss", the name of another scalar of the step (of aux), or the group of tensors whose
+            fingerprint differs.
+        recorded: the value that the training recorded; None if there is none.
+        replayed: the value in the replay; None if there is none.
+        part: the microbatch and replica whose value this is; empty for the mean of the step.
     """
 
     step: int
@@ -31,10 +32,16 @@ class Difference:
     replayed: Any
     part: str = ""
 
+    @property
+    def is_fingerprint(self) -> bool:
+        """Whether it is a fingerprint that differs, not a scalar."""
+        return isinstance(self.recorded, int)
+
     def __str__(self) -> str:
-        if self.what == "loss" and not isinstance(self.recorded, int):
-            loss = f"loss of {self.part}:" if self.part else "loss"
-            return f"step {self.step}: {loss} {self.recorded} recorded, {self.replayed} replayed"
+        if not self.is_fingerprint:
+            what = f"{self.what} of {self.part}:" if self.part else self.what
+            was, now = ("nothing" if v is None else v for v in (self.recorded, self.replayed))
+            return f"step {self.step}: {what} {was} recorded, {now} replayed"
         marks = f"{self.recorded:016x} recorded, {self.replayed:016x} replayed"
         return f"after step {self.step}: {self.what} {marks}"
 
@@ -101,11 +108,11 @@ class Replay(Mapping[Any, Record]):
         lines += [said, *(f"  {one}" for one in self.differences[:SHOWN])]
         if len(self.differences) > SHOWN:
             lines.append(f"  and {counted(len(self.differences) - SHOWN, 'more difference')}")
-        if any(one.what == "elements" for one in self.differences):
+        if any(one.what == "elements" and one.is_fingerprint for one in self.differences):
             lines.append(
                 "the elements differ: the dataset or its order is not that of the training"
             )
-        elif self.differences and "elements" in self.evidence:
+        elif self.differences and "fingerprint of elements" in self.evidence:
             lines.append(
                 "the elements are equal: the model, optimizer, options or machine differ, or a "
                 "callback changed the state"

@@ -1,4 +1,4 @@
-"""What is known of past steps: their losses, and the fingerprints of executions."""
+"""What is known of past steps: their losses and other scalars, and the fingerprints of executions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.start import Start
 from tailrace.trainer.observation.journal import Journal
 
+WEIGHTS = "weights"
+"""The name of the weights of microbatches, where they are compared."""
+
 
 @dataclasses.dataclass
 class Recorded:
-    """Losses by step, and fingerprints by execution.
+    """Losses and other scalars by step, and fingerprints by execution.
 
     Attributes:
         losses: those of all microbatches and replicas of a step, in order, by step.
         executions: fingerprints by (first step, steps).
+        rows: where the other scalars of a step are: columns by name, and the row in them.
     """
 
     losses: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     executions: dict[tuple[int, int], Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    rows: dict[int, tuple[Mapping[str, np.ndarray], int]] = dataclasses.field(default_factory=dict)
 
     def add_history(self, history: History) -> Recorded:
         """Take in a history, as a fit or a checkpoint has it."""
         if len(history):
-            self._add_losses(history.steps, history.each("loss"))
+            columns = {name: history.each(name) for name in history.step_names if name != "loss"}
+            columns = with_weights(columns, history.weights)
+            self._add_steps(history.steps, history.each("loss"), columns)
         self._add(history.fingerprints)
         return self
 
@@ -50,11 +57,20 @@ class Recorded:
     # A trainer that went back took another way from there: what was recorded of later steps is of the
     # way that it left.
 
-    def _add_losses(self, steps: np.ndarray, losses: np.ndarray) -> None:
+    def _add_steps(
+        self, steps: np.ndarray, losses: np.ndarray, columns: Mapping[str, np.ndarray]
+    ) -> None:
         backs = np.flatnonzero(np.diff(steps) <= 0) + 1
         for first, end in zip((0, *backs), (*backs, len(steps)), strict=True):
             self.losses = {s: v for s, v in self.losses.items() if s < steps[first]}
+            self.rows = {s: v for s, v in self.rows.items() if s < steps[first]}
             self.losses.update(zip(map(int, steps[first:end]), losses[first:end], strict=True))
+            self.rows.update((int(steps[row]), (columns, row)) for row in range(first, end))
+
+    def scalars(self, step: int) -> dict[str, np.ndarray]:
+        """The other scalars of a step: [microbatches, replicas] by name."""
+        columns, row = self.rows.get(step, ({}, 0))
+        return {name: column[row] for name, column in columns.items()}
 
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
         groups = [group for group in GROUPS if group in columns]
@@ -99,6 +115,14 @@ def recorded_by(journal: Journal) -> Recorded:
 def same_bits(one: object, other: object) -> bool:
     """Whether two arrays have the same values, bit for bit; they may be of different shapes."""
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+def with_weights(
+    scalars: Mapping[str, np.ndarray], weights: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Scalars by name, with the weights of their means: other weights make another loss."""
+    # The user's own value of that name comes first: it is recorded under it.
+    return dict(scalars) if weights is None else {WEIGHTS: weights, **scalars}
 
 
 def differences_of(

@@ -18,7 +18,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.internals import key_generator
 from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.taps.tap import Observe, StopOnNonfinite, in_every_step, parse_taps
+from tailrace.taps.tap import Observe, StopOnNonfinite, Tap, in_every_step, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.checkpoints.together import own_position
@@ -113,6 +113,11 @@ class Rerun:
         return self._run(1, looking=True)
 
     @property
+    def tapped(self) -> bool:
+        """Whether `look` runs with taps."""
+        return has_taps(self.engine)
+
+    @property
     def spec(self) -> ElementSpec:
         """The form of an element."""
         return self._feed.spec()
@@ -205,6 +210,11 @@ def looking_back(taps: Sequence[Any], observe: Observe) -> list[Any]:
     # One step is looked at, whatever its number: with a period, its records would have the step of the
     # next look, or would be left out.
     return [*map(in_every_step, parse_taps(observe)), *guards]
+
+
+def has_taps(engine: Engine) -> bool:
+    """Whether an engine observes tensors, and not only guards against bad numbers."""
+    return any(isinstance(tap, Tap) for tap in engine.taps)
 
 
 def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engine:

@@ -41,6 +41,11 @@ RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
 Log = Iterable[str] | Mapping[str, Any]
 
 
+def is_logged(name: str) -> bool:
+    """Whether a column of a history may be one of `log=`, which no step computes."""
+    return name in NAMES or name.startswith(f"{RATE}/")
+
+
 def parse_log(log: object) -> dict[str, Any]:
     """Parse the value of `log=`, by name: True, or the argument of the value."""
     if isinstance(log, str):
