@@ -308,6 +308,31 @@ def test_steps_of_a_fit_without_checkpoints(tmp_path):
     assert trainer.rewind(3, data(), checkpoint=tmp_path) is True
 
 
+class DrawsAtItsEnd:
+    """As a seeded DataLoader of PyTorch: who reads on after the last element changes the next order."""
+
+    def __init__(self):
+        self._order = np.random.default_rng(3)
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        for row in self._order.permutation(24):
+            yield X[4 * row : 4 * row + 4], Y[4 * row : 4 * row + 4]
+        self._order.permutation(24)
+
+
+@pytest.mark.parametrize("accumulation", [3, 5])
+def test_the_end_of_an_epoch_is_read_as_the_fit_read_it(tmp_path, accumulation):
+    trainer = trainer_of(accumulation=accumulation)
+    trainer.fit(DrawsAtItsEnd(), epochs=3, checkpoint=tr.Checkpoint(tmp_path, every=3, keep=9))
+    per_epoch = 24 // accumulation
+    for step in (per_epoch - 1, per_epoch, 2 * per_epoch, 3 * per_epoch - 1):
+        found = trainer.replay(step, DrawsAtItsEnd(), checkpoint=tmp_path)
+        assert found.proved is True, str(found)
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_the_program_that_ran_runs_again(tmp_path, steps):
     """A loop with room for one pass is compiled otherwise than a longer one: one bit, now and then."""

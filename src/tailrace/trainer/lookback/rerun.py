@@ -146,7 +146,7 @@ class Rerun:
         per_step, found = self._pair.loud.elements_per_pass, 0
         # In this pass over the data, and if it is over, in the next.
         for _ in range(2):
-            found = self._feed.remaining(count)
+            found = self._remaining(count)
             if found >= per_step:
                 return found
             if not self._by_epochs:
@@ -160,6 +160,16 @@ class Rerun:
             f"step {self.step}: {found} elements are left, a step takes {per_step}. Give the dataset "
             f"that was trained on, from its start."
         )
+
+    def _remaining(self, count: int) -> int:
+        """How many of the next elements this pass over the data has."""
+        length = as_dataset(self._dataset).length
+        if length is None or not self._by_epochs:
+            return self._feed.remaining(count)
+        # As the fit: where it knew the length, it never read the end itself. A sampler of PyTorch draws
+        # once more there, and its next pass would have another order.
+        left = max(0, length - self._feed.position)
+        return self._feed.remaining(min(count, left)) if left else 0
 
     def _next_epoch(self) -> None:
         if not as_dataset(self._dataset).restartable:
