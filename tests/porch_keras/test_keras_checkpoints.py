@@ -129,6 +129,62 @@ def loaded(**call):
     return {"x": data, "shuffle": False, **call}
 
 
+def seeded(replacement=False, **call):
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    own = torch.Generator().manual_seed(3)
+    order = torch.utils.data.RandomSampler(data, replacement=replacement, generator=own)
+    return {"x": torch.utils.data.DataLoader(data, 4, sampler=order), "shuffle": False, **call}
+
+
+def sampled(**call):
+    torch = pytest.importorskip("torch")
+
+    class Counting(torch.utils.data.Sampler):
+        """Another order each time, by a count of its own."""
+
+        def __init__(self):
+            self.passes = 0
+
+        def __len__(self):
+            return 48
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(np.random.default_rng(self.passes).permutation(48).tolist())
+
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    loader = torch.utils.data.DataLoader(data, 4, sampler=Counting())
+    return {"x": loader, "shuffle": False, **call}
+
+
+class Rows(keras.utils.PyDataset):
+    """Rows that are shuffled in place between epochs, by some generator; a batch may draw as well."""
+
+    def __init__(self, source, draws, **options):
+        super().__init__(**options)
+        self.source, self.draws, self.order = source, draws, np.arange(48)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        rows = self.order[4 * index : 4 * index + 4]
+        x = X[rows]
+        return (x + self.source.normal(size=x.shape).astype(x.dtype) if self.draws else x), Y[rows]
+
+    def on_epoch_begin(self):
+        if self.draws:
+            self.source.shuffle(self.order)
+
+    def on_epoch_end(self):
+        self.source.shuffle(self.order)
+
+
+def shuffled(source=lambda: np.random.default_rng(5), draws=False, **call):
+    return {"x": Rows(source(), draws), **call}
+
+
 CASES = {
     "arrays": (arrays, {"epochs": 3, "validation_data": HELD_OUT}, {}),
     "shuffled batches": (arrays, {"epochs": 2, "shuffle": "batch"}, {"execution": 1}),
@@ -136,6 +192,14 @@ CASES = {
     "tensorflow": (from_tensorflow, {"epochs": 3}, {}),
     "generator": (generated, {"epochs": 3, "steps_per_epoch": 8}, {}),
     "loader": (loaded, {"epochs": 3}, {}),
+    "seeded loader": (seeded, {"epochs": 3}, {}),
+    "seeded loader across epochs": (seeded, {"epochs": 4, "steps_per_epoch": 6}, {}),
+    "loader that draws rows": (seeded, {"epochs": 3, "replacement": True}, {}),
+    "own sampler": (sampled, {"epochs": 3}, {}),
+    "dataset": (shuffled, {"epochs": 3}, {}),
+    "dataset on numpy's": (shuffled, {"epochs": 3, "source": lambda: np.random}, {}),
+    "dataset that draws rows": (shuffled, {"epochs": 3, "draws": True}, {}),
+    "dataset across epochs": (shuffled, {"epochs": 4, "steps_per_epoch": 6}, {}),
     "replicas": (arrays, {"epochs": 3}, {"replicas": 2, "accumulation": 2}),
     "own step": (arrays, {"epochs": 3}, {"kind": OwnStep}),
 }
@@ -162,6 +226,9 @@ def same(found, expected):
     assert found.history.epoch == expected.history.epoch
 
 
+MORE = [case for case in CASES if "loader" in case or "dataset" in case or "sampler" in case]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_started_again(tmp_path, case):
     make, call, options = CASES[case]
@@ -176,6 +243,27 @@ def test_killed_and_started_again(tmp_path, case):
     found, heard = in_pieces(tmp_path / "kept", script, (2, 5))
     same(found, expected)
     assert heard.heard == plain_calls.heard
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_more_epochs_go_on_in_the_order_of_the_data(tmp_path, case):
+    make, call, options = CASES[case]
+
+    def script(folder, less):
+        model = model_of(**options)
+        given = make(**{**call, "epochs": call["epochs"] - less})
+        model.fit(**given, verbose=0, checkpoint=tmp_path / folder)
+        return model
+
+    expected = script("whole", 0)
+    script("parts", 1)
+    same(script("parts", 0), expected)
+
+
+def test_another_loader_is_refused(tmp_path):
+    model_of().fit(**seeded(epochs=1), verbose=0, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="generators of the DataLoader: 1 there, 0 here"):
+        model_of().fit(**loaded(epochs=2), verbose=0, checkpoint=tmp_path)
 
 
 def test_several_fits_in_one_script(tmp_path):

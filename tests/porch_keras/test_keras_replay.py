@@ -201,6 +201,50 @@ def test_a_fit_that_was_continued(tmp_path):
         assert found.started_at == (0 if step < 12 else 12)
 
 
+def seeded():
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    own = torch.Generator().manual_seed(3)
+    return torch.utils.data.DataLoader(data, 4, shuffle=True, generator=own)
+
+
+class Rows(keras.utils.PyDataset):
+    """Rows in another order in each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(48)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        rows = self.order[4 * index : 4 * index + 4]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self):
+        np.random.shuffle(self.order)
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def from_tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(48, seed=5).batch(4)
+
+
+@pytest.mark.parametrize("data", [seeded, Rows, from_tensorflow])
+def test_data_with_another_order_in_each_epoch(tmp_path, data):
+    """The model is built when its past is looked at: Keras reads no batch to build it from."""
+    fit = {"epochs": 2, "verbose": 0, "shuffle": False}
+    model = made()
+    model.fit(data(), checkpoint=tr.Checkpoint(tmp_path, every=8, keep=9), **fit)
+    for step in (3, 12, 22):
+        found = tk.of(model).replay(step, data(), checkpoint=tmp_path, **fit)
+        assert found.proved is True, str(found)
+
+
 def test_without_fingerprints_nothing_is_recorded(tmp_path):
     model = made(fingerprint=False)
     model.fit(X, Y, checkpoint=tmp_path, **FIT)

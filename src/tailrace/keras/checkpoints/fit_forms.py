@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from tailrace.errors import MissingDependency
 from tailrace.keras.checkpoints.keeping import FitForm, Keeping
+from tailrace.keras.checkpoints.random_sources import generators_in
 from tailrace.keras.data.batch_counts import batches_in, read_once
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
@@ -39,9 +41,24 @@ def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
         # tf.data has generators of its own. Of arrays the order is drawn when an epoch begins,
         # except with shuffle="batch".
         draws=not from_tensorflow and (not arrays or call["shuffle"] == "batch"),
-        dataset=x if from_tensorflow or read_once(x) else None,
+        dataset=x if from_tensorflow or read_once(x) or _is_loader(x) else None,
         shuffle=call["shuffle"] if arrays else None,
+        generators=[] if from_tensorflow or arrays else generators_in(x),
+        drawn=_is_loader(x) and _drawn(x),
     )
+
+
+def _is_loader(x: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.utils.data.DataLoader)
+
+
+def _drawn(loader: Any) -> bool:
+    """Whether generators alone decide the order of a loader: all that has a say is PyTorch's own."""
+    data = sys.modules["torch"].utils.data
+    parts = (loader, loader.sampler, loader.batch_sampler)
+    own = all(one is None or type(one).__module__.startswith(data.__name__) for one in parts)
+    return own and not isinstance(loader.dataset, data.IterableDataset)
 
 
 def callbacks_in(call: dict[str, Any]) -> list[Any]:

@@ -20,7 +20,12 @@ from tailrace.feeds.background import Worker
 from tailrace.feeds.skipping import skip
 from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
-from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
+from tailrace.keras.checkpoints.epoch_calls import EpochCalls
+from tailrace.keras.checkpoints.random_sources import (
+    not_drawn_from,
+    random_state,
+    set_random_state,
+)
 from tailrace.keras.data.batch_counts import read_once
 from tailrace.keras.programs.executions import Resumed
 from tailrace.keras.programs.steps import Stepping
@@ -68,6 +73,8 @@ class FitForm:
         dataset: the dataset, if its order differs in each iteration, or it can be read only once; else
             None.
         shuffle: how arrays are shuffled; None for other data, which `fit(shuffle=)` does not concern.
+        generators: the generators that the data itself has.
+        drawn: whether generators alone decide the order of each iteration: none has to be made again.
     """
 
     epochs: int
@@ -79,6 +86,8 @@ class FitForm:
     draws: bool
     dataset: Any
     shuffle: bool | str | None
+    generators: list[Any]
+    drawn: bool
 
 
 class Keeping:
@@ -110,6 +119,11 @@ class Keeping:
         self._trained_by: TrainingProgram | None = None
         self._first_step = 0
         self._form: FitForm | None = None
+        self._epoch_calls: EpochCalls | None = None
+        self._looked = 0
+        self.looked: Callable[[], int] = int
+        """Returns how often Keras has begun to read the data before the first epoch."""
+        self._pass_by: Callable[[int], None] = lambda count: None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -189,9 +203,12 @@ class Keeping:
             "batches of an epoch": (form.batches, found["batches"]),
             "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
         }
-        # Of earlier versions it is not known.
+        # Of earlier versions these are not known.
         if "shuffle" in found:
             here["shuffle"] = (form.shuffle, found["shuffle"])
+        # Other data may make its generators late: there may be more of them in a second fit.
+        if "generators" in found and form.drawn:
+            here["generators of the DataLoader"] = (len(form.generators), found["generators"])
         # Other lengths are fine if an execution can end where the checkpoint is: Keras counts in
         # whole ones.
         if found["execution"] != form.execution and found["done"] % form.execution:
@@ -204,6 +221,8 @@ class Keeping:
     def replay(self, x: object, patience: Patience) -> Any:
         """Restore the position of a dataset: iterated as often as before, or read as far as before.
 
+        The calls of a PyDataset are made again once Keras has begun: `begin`.
+
         Args:
             x: the data, as it was given.
             patience: the limits of waits for it.
@@ -214,7 +233,11 @@ class Keeping:
         """
         assert self._form is not None
         found, dataset = self._note, self._form.dataset
-        if found is None or dataset is None:
+        if isinstance(x, keras.utils.PyDataset):
+            self._epoch_calls = EpochCalls(x, () if found is None else found.get("epoch_calls", ()))
+            return self._epoch_calls
+        # Generators are set to where they were. Of earlier versions they are not known.
+        if found is None or dataset is None or (self._form.drawn and "generators" in found):
             return x
         if read_once(dataset):
             if not self.finished or not found["taken"]:
@@ -225,8 +248,8 @@ class Keeping:
             return (batch for batch in used)
         # Keras begins the pass in which the fit continues, and skips to its place there.
         under_way = bool(found["taken"]) and not self.finished
-        passes = (lambda: next(iter(dataset), None), "passes over the data")
-        _repeat(found["begun"] - under_way, *passes, dataset, patience)
+        self._pass_by = lambda count: _repeat(count, *_passes(dataset), dataset, patience)
+        self._pass_by(found["begun"] - under_way)
         return x
 
     # -- while the fit runs ---------------------------------------------------------------------
@@ -256,6 +279,13 @@ class Keeping:
         # The counts are per fit, and the program is kept from fit to fit.
         program.begun = program.taken = 0
         found = self._note
+        if self._epoch_calls is not None:
+            self._epoch_calls.begin()
+        self._looked = self.looked()
+        if found is not None:
+            # A model is built from a first batch, which a model that is built already does not need.
+            self._pass_by(max(0, found.get("looked", self._looked) - self._looked))
+            self._looked = found.get("looked", self._looked)
         if found is None:
             self._writer.started_at(program.steps)
             return
@@ -270,7 +300,7 @@ class Keeping:
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)
         program.take_up(found["step"], history, self._run_end)
-        set_random_state(found["random"])
+        self._set_random(found["random"])
         # In place: callbacks and Keras hold this History object already.
         shown: Any = model.history
         shown.epoch = list(found["history"]["epoch"])
@@ -310,22 +340,31 @@ class Keeping:
         found, form = self._note, self._form
         if found is None or form is None:
             return None
-        logs = dict(found["logs"])
-        after = None
-        if found["taken"]:
-            after = found["random"] if found["done"] else random_state()
-            # The data that is under way shuffled with these numbers when it was begun, and is begun
-            # again now.
-            set_random_state(found["random_then"])
-        # If reading draws random numbers itself, skipping has drawn those of the first run, and the
-        # state is right as it is.
-        return Resumed(
-            found["done"],
-            found["taken"],
-            found["begun"],
-            logs,
-            None if after is None or form.draws else lambda: set_random_state(after),
-        )
+        logs, taken = dict(found["logs"]), found["taken"]
+        if not taken:
+            return Resumed(found["done"], 0, found["begun"], logs, None)
+        then = found["random_then"]
+        saved = found["random"] if found["done"] else self.random()
+        # The data that is under way shuffled with these numbers when it was begun, and is begun again
+        # now.
+        self._set_random(then)
+
+        def after() -> None:
+            # A generator that reading draws from has drawn what it drew in the first run, and is right
+            # as it is. Of others, callbacks and the ends of epochs may have drawn since.
+            undrawn = not_drawn_from(then, self.random(), saved)
+            self._set_random(undrawn if form.draws else saved)
+
+        return Resumed(found["done"], taken, found["begun"], logs, after)
+
+    def random(self) -> dict[str, Any]:
+        """The states of the generators that the data may draw from."""
+        assert self._form is not None
+        return random_state(self._form.generators)
+
+    def _set_random(self, state: Mapping[str, Any]) -> None:
+        assert self._form is not None
+        set_random_state(state, self._form.generators)
 
     @property
     def due(self) -> bool:
@@ -404,7 +443,10 @@ class Keeping:
             **position,
             "taken": 0 if fresh else program.taken,
             "begun": program.begun,
-            "random": random_state(),
+            "random": self.random(),
+            "generators": len(form.generators),
+            "looked": self._looked,
+            "epoch_calls": [] if self._epoch_calls is None else list(self._epoch_calls.calls),
             "epochs": form.epochs,
             "batches": form.batches,
             "shuffle": form.shuffle,
@@ -421,6 +463,10 @@ class Keeping:
         }
         note = {"step": program.steps, KIND: found}
         return Snapshot({**arrays, **stored}, note, program.mark())
+
+
+def _passes(dataset: Any) -> tuple[Callable[[], object], str]:
+    return lambda: next(iter(dataset), None), "passes over the data"
 
 
 def _repeat(

@@ -14,7 +14,6 @@ from tailrace.keras.checkpoints.callback_states import (
     set_plain_state,
 )
 from tailrace.keras.checkpoints.keeping import Keeping, TrainingProgram
-from tailrace.keras.checkpoints.random_sources import random_state
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.trainer.checkpoints.callback_matching import classes_of
 
@@ -95,7 +94,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
                 states = keeping.states(self._users)
                 for callback, state in zip(self._users, states, strict=True):
                     set_plain_state(callback, state)
-        self._random_of_epoch, self._begun = random_state(), program.begun
+        self._random_of_epoch, self._begun = keeping.random(), program.begun
         if self._first:
             self._random_then, self._first = self._random_of_epoch, False
 

@@ -31,6 +31,8 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
     """
     listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
+    before = adopted.first_batch.epochs
+    keeping.looked = lambda: adopted.first_batch.epochs - before
     # Before Keras looks at the data: it reads the first batches of an iterator to build the model.
     interrupts = keeping.interrupts
     patience = Patience(pacing.patience.timeout_s, lambda: interrupts.asked is not None)

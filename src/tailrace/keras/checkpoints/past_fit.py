@@ -17,7 +17,7 @@ import keras
 from tailrace.errors import CheckpointError, DataExhausted, OptionError
 from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
-from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
+from tailrace.keras.checkpoints.random_sources import generators_in, random_state, set_random_state
 from tailrace.keras.data.batch_source import Block
 from tailrace.keras.handles import AnyAdopted, attached
 from tailrace.keras.programs.pacing import Pacing
@@ -192,7 +192,8 @@ def replay_fit(
     kept, directory = start.kept, start.directory
     recorded = _recorded(adopted, directory, step)
     past = PastFit(kept, step, recorded)
-    with _apart(adopted, past, observe, bool(recorded.executions)):
+    own = generators_in(call["x"])
+    with _apart(adopted, past, observe, bool(recorded.executions), own):
         fit_kept(adopted, past, pacing, call)
     found = past.replayed.found
     if found is None:
@@ -231,14 +232,19 @@ def _recorded(adopted: AnyAdopted, directory: CheckpointDirectory, step: int) ->
 
 @contextmanager
 def _apart(
-    adopted: AnyAdopted, past: PastFit, observe: Observe, fingerprint: bool
+    adopted: AnyAdopted,
+    past: PastFit,
+    observe: Observe,
+    fingerprint: bool,
+    generators: list[Any],
 ) -> Iterator[None]:
     """While the past runs: afterwards model, programs and random numbers are as before."""
     model, settings = adopted.model, adopted.settings
     # Arrays are immutable, so keeping references is enough: nothing is copied.
     variables = Layout(model).variables
     values = [variable.value for variable in variables]
-    random, programs, active = random_state(), adopted.programs, adopted.active
+    random = random_state(generators)
+    programs, active = adopted.programs, adopted.active
     seen = {name: getattr(model, name, None) for name in ("history", "stop_training")}
     function, taps, run_dir = model.train_function, settings.observe, settings.run_dir
     own, marks = [taps] if isinstance(taps, str) else [*taps], settings.fingerprint
@@ -257,4 +263,4 @@ def _apart(
             variable.assign(value)
         for name, value in seen.items():
             setattr(model, name, value)
-        set_random_state(random)
+        set_random_state(random, generators)

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from tailrace.data.trees import Tree
+from tailrace.keras.data.wrapped_dataset import WrappedDataset
 
 
 def reads_ahead() -> bool:
@@ -56,21 +57,11 @@ def _copy(batch: Tree) -> Any:
     return keras.tree.map_structure(own, batch)
 
 
-class _CopiedDataset(keras.utils.PyDataset):
+class _CopiedDataset(WrappedDataset):
     """A dataset that hands out copies of another one's batches."""
-
-    def __init__(self, inner: keras.utils.PyDataset) -> None:
-        # As the one inside: Keras starts its threads or processes by these.
-        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
-        self._inner = inner
 
     def __getitem__(self, index: int) -> Any:
         return _copy(self._inner[index])
-
-    @property
-    def num_batches(self) -> Any:
-        """How many batches there are; None if that is unknown."""
-        return self._inner.num_batches
 
     def on_epoch_begin(self) -> None:
         """Keras says so before each epoch."""

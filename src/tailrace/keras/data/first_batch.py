@@ -19,6 +19,8 @@ class FirstBatch:
 
     def __init__(self) -> None:
         self._waiting: Lasting | None = None
+        self.epochs = 0
+        """The number of epochs of which one was read so far."""
 
     def awaited(self) -> str:
         """What is awaited, for messages."""
@@ -50,6 +52,7 @@ class FirstBatch:
         """An epoch as Keras enumerates them, of one batch, which is read when it is asked for."""
 
         def read() -> Any:
+            self.epochs += 1
             _, _, data = next(iter(iterator))
             return data[0] if isinstance(data, list | tuple) else next(data)
 
