@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         code = parsed.run(parsed)
-        sys.stdout.flush()  # here, where the end of a reader is expected
+        print(end="", flush=True)  # here, where it is expected that nobody reads on
         return code
     except TailraceError as error:
         # On one line, even if the message quotes an exception of the user's code that has several.
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130  # the exit code of a process ended by Ctrl-C
-    except BrokenPipeError:  # as with `| head`: nobody reads on
+    except BrokenPipeError:  # as with `| head`
         # What is left would be written when Python ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
