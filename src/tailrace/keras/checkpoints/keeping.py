@@ -248,7 +248,8 @@ class Keeping:
             return (batch for batch in used)
         # Keras begins the pass in which the fit continues, and skips to its place there.
         under_way = bool(found["taken"]) and not self.finished
-        self._pass_by = lambda count: _repeat(count, *_passes(dataset), dataset, patience)
+        read = (lambda: next(iter(dataset), None), "passes over the data")
+        self._pass_by = lambda count: _repeat(count, *read, dataset, patience)
         self._pass_by(found["begun"] - under_way)
         return x
 
@@ -463,10 +464,6 @@ class Keeping:
         }
         note = {"step": program.steps, KIND: found}
         return Snapshot({**arrays, **stored}, note, program.mark())
-
-
-def _passes(dataset: Any) -> tuple[Callable[[], object], str]:
-    return lambda: next(iter(dataset), None), "passes over the data"
 
 
 def _repeat(

@@ -35,9 +35,8 @@ def replay_bundle(
             f"{len(elements)} arrays. Received: an example with {structure.num_leaves}. Give an "
             f"element of the dataset that was trained on."
         )
-    put_state(
-        twin, arrays, note
-    )  # before it is traced: a state of another model is refused by name
+    # Before it is traced: a state of another model is refused by name.
+    put_state(twin, arrays, note)
     feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
     try:
         twin.step = int(note["step"])
