@@ -1,9 +1,9 @@
 """GPT-2 small on a GPU: what it costs to look, to guard, and to train with `tr.Trainer` at all.
 
-    python -m benchmarks.gpt_observed [--only NAME,...]
+    python -m benchmarks.gpt_observed [--only NAME,...] [--profile]
 
 bfloat16, batch 8 x 1024, AdamW, 10 steps an execution; ratios to the hand-written scan of ten steps,
-in neighbouring runs.
+in neighbouring runs. `--profile` then tells what each runs on the GPU that `tr.Trainer` alone does not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import optax
 
 import tailrace as tr
 from benchmarks import report
+from benchmarks.kernels import kernel_times
 from benchmarks.lengths import gpt_model, gpt_tokens
 from benchmarks.report import Contender
 
@@ -25,7 +26,9 @@ LENGTH = 10
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = report.common_flags(__doc__, steps=60, repeats=7).parse_args(arguments)
+    parser = report.common_flags(__doc__, steps=60, repeats=7)
+    parser.add_argument("--profile", action="store_true", help="kernels, by the profiler")
+    given = parser.parse_args(arguments)
     large = jax.devices()[0].platform != "cpu"
     sizes, batch = ((12, 768, 1024), 8) if large else ((2, 128, 64), 2)
     params, loss_fn = gpt_model(*sizes)
@@ -87,6 +90,35 @@ def main(arguments: list[str] | None = None) -> None:
         part += "\n\n" + report.markdown_table(("", "of tr.Trainer"), rows)
     path = None if given.no_record else report.RESULTS
     report.publish("GPT-2 small, observed", command, [part], path=path)
+    if given.profile and plain is not None:
+        print_profile(contenders, plain, given.steps)
+
+
+def print_profile(contenders: list[Contender], plain: Contender, steps: int) -> None:
+    """Kernels of a step by kind: those that take longer, or are more, than those of `plain`."""
+    base = _by_kind(plain, steps)
+    for contender in contenders:
+        found = base if contender is plain else _by_kind(contender, steps)
+        total, number = (sum(pair[k] for pair in found.values()) for k in (0, 1))
+        print(f"\n{contender.name}: {total:.1f} us and {number:.1f} kernels a step")
+        changes = {
+            kind: [found.get(kind, (0.0, 0.0))[k] - base.get(kind, (0.0, 0.0))[k] for k in (0, 1)]
+            for kind in {*found, *base}
+        }
+        largest = sorted(changes.items(), key=lambda item: -abs(item[1][0]))[:14]
+        for kind, (longer, more) in largest:
+            if abs(longer) >= 1 or abs(more) >= 1:
+                print(f"  {longer:+9.1f} us {more:+7.1f} kernels  {kind}")
+
+
+def _by_kind(contender: Contender, steps: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and number a step, of kernels whose names differ in numbers only."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, _, seconds in kernel_times(contender.run):
+        kind = re.sub(r"\d+", "", name)[:60]
+        took, number = found.get(kind, (0.0, 0.0))
+        found[kind] = took + seconds * 1e6 / steps, number + 1 / steps
+    return found
 
 
 if __name__ == "__main__":

@@ -145,7 +145,12 @@ def print_kernels(text: str, most: int = 12) -> None:
             moved[kind] += size(shape) + sum(size(shapes.get(one, "")) for one in names)
         if name in fused or counts.total() < 4:
             continue
-        print(f"  {name}: {counts.total()} kernels, {moved.total() / 1e9:.2f} GB")
+        # One is enough for another schedule of the loop, and other addresses of temporary arrays.
+        starts = sum("-start(" in line for line in lines)
+        print(
+            f"  {name}: {counts.total()} kernels, {moved.total() / 1e9:.2f} GB, "
+            f"{starts} asynchronous operations"
+        )
         for kind, count in moved.most_common(most):
             print(f"    {counts[kind]:5} {count / 1e9:8.3f} GB  {kind}")
 

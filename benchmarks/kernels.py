@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import glob
 import tempfile
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ SIZES = {"2.4 M": (2_359_296, 8), "6.3 M": (6_291_456, 8), "38.6 M": (38_633_472
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "statistics": lambda *values: reductions.pack_statistics(values),
-    "histogram": lambda *values: [reductions.histogram(value) for value in values],
+    "histogram": lambda *values: reductions.histograms(values),
     "finiteness": lambda *values: reductions.all_finite(values),
     "digests": lambda *values: bit_digests.digest_many(
         values, [str(n) for n in range(len(values))], [None] * len(values)
@@ -64,22 +64,42 @@ def device_time(function: Callable[..., Any], values: list[Any]) -> tuple[float,
     compiled = jax.jit(function)
     for _ in range(2):
         jax.block_until_ready(compiled(*values))
+    took = kernel_times(lambda: jax.block_until_ready([compiled(*values) for _ in range(CALLS)]))
+    return sum(kernel.seconds for kernel in took) / CALLS, len(took) / CALLS
+
+
+class Kernel(NamedTuple):
+    """A kernel or a copy that a GPU ran."""
+
+    name: str
+    start_s: float
+    seconds: float
+
+
+def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
+    """The kernels and copies that the GPU runs meanwhile, from the profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(CALLS):
-                found = compiled(*values)
-            jax.block_until_ready(found)
+            run()
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        planes = jax.profiler.ProfileData.from_file(path).planes
-        took = [
-            event.duration_ns
-            for plane in planes
+        return [
+            Kernel(event.name, event.start_ns / 1e9, event.duration_ns / 1e9)
+            for plane in jax.profiler.ProfileData.from_file(path).planes
             if "GPU" in plane.name
             for line in plane.lines
             if "Stream" in line.name
             for event in line.events
         ]
-    return sum(took) / CALLS / 1e9, len(took) / CALLS
+
+
+def busy_s(kernels: Iterable[Kernel]) -> float:
+    """The time in which at least one of them ran."""
+    total, until = 0.0, 0.0
+    for kernel in sorted(kernels, key=lambda one: one.start_s):
+        end = kernel.start_s + kernel.seconds
+        total += max(0.0, end - max(until, kernel.start_s))
+        until = max(until, end)
+    return total
 
 
 if __name__ == "__main__":

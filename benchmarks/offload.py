@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import tailrace as tr
+from benchmarks.kernels import busy_s, kernel_times
 from benchmarks.report import (
     RESULTS,
     Contender,
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=65536, help="examples in a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="what overlaps with what, on a GPU")
     flags = parser.parse_args()
     width = flags.width
     dtype = jnp.bfloat16 if jax.default_backend() != "cpu" else jnp.float32
@@ -88,6 +90,8 @@ def main() -> None:
             ["a step, state in the host's memory", f"{moved * 1e3:.1f} ms"],
             ["of the larger of the two", f"{moved / max(step, transfer):.3f}"],
         ]
+    if flags.profile:
+        rows += [["of a step, by the profiler:", ""], *profiled(offloaded, flags.steps)]
     publish(
         f"Optimizer state off the device: Adam, {flags.layers} layers of {width} x {width}, "
         f"{flags.microbatches} microbatches of {flags.rows}",
@@ -99,6 +103,21 @@ def main() -> None:
         ],
         path=None if flags.no_record else RESULTS,
     )
+
+
+def profiled(contender: Contender, steps: int) -> list[list[str]]:
+    """What a GPU does in a step: kernels, copies in and out, and how much of that at the same time."""
+    found = kernel_times(contender.run)
+    parts = {
+        "kernels": [one for one in found if not one.name.startswith("Mem")],
+        "copies in": [one for one in found if one.name == "MemcpyH2D"],
+        "copies out": [one for one in found if one.name == "MemcpyD2H"],
+    }
+    copies = [*parts["copies in"], *parts["copies out"]]
+    times = {name: busy_s(some) for name, some in parts.items()}
+    times["copies"], times["all"] = busy_s(copies), busy_s([*parts["kernels"], *copies])
+    times["kernels beside copies"] = times["kernels"] + times["copies"] - times["all"]
+    return [[f"  {name}", f"{took / steps * 1e3:.1f} ms"] for name, took in times.items()]
 
 
 def moving_time(params: Any) -> tuple[float, float] | None:

@@ -60,8 +60,8 @@ def measure(contenders: Sequence[Contender], repeats: int, *, say: bool = True) 
             started = time.perf_counter()
             contender.run()
             contender.seconds.append(time.perf_counter() - started)
-        if say:
-            shown = ", ".join(f"{c.name} {c.seconds[-1]:.2f}" for c in contenders)
+        if say:  # at once: a machine that is lent may go before the end
+            shown = ", ".join(f"{c.name} {c.seconds[-1]:.3f}" for c in contenders)
             print(f"  round {number + 1} of {repeats}, seconds: {shown}", file=sys.stderr)
 
 

@@ -14,6 +14,7 @@ from plain_steps import exponents, statistics
 
 import tailrace as tr
 from oracles import assert_close
+from tailrace.errors import NonFiniteError
 from tailrace.taps import gpu_kernels
 from tailrace.taps.reductions import (
     NAN_BIN,
@@ -24,6 +25,7 @@ from tailrace.taps.reductions import (
     any_finite,
     careful_statistics,
     histogram,
+    histograms,
     merge_statistics,
     norm,
     pack_statistics,
@@ -265,6 +267,85 @@ def test_one_kernel_reads_several_tensors_that_are_alike(monkeypatch, sizes):
     assert found["std"] == 0
 
 
+ROWS = {
+    "plain": lambda rng: rng.normal(0, 1, 4096),
+    "positive": lambda rng: rng.uniform(0, 1, 4096),
+    "a large mean": lambda rng: rng.normal(1000, 1, 4096),
+    "neighbours": lambda rng: rng.choice([1000, np.nextafter(np.float32(1000), 2000)], 4096),
+    "equal": lambda rng: np.full(4096, 0.1),
+    "zeros": lambda rng: np.zeros(4096),
+    "one value": lambda rng: np.eye(1, 4096)[0] * 7,
+    "tiny": lambda rng: rng.normal(0, 1e-30, 4096),
+    "NaN": lambda rng: np.full(4096, np.nan),
+    "a mean beside NaN": lambda rng: np.where(
+        np.arange(4096) < 1100, np.nan, rng.normal(1e4, 1, 4096)
+    ),
+    "Inf": lambda rng: np.where(np.arange(4096) % 7 == 0, -np.inf, rng.normal(0, 3, 4096)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("end", [4096, 4095, 1025, 1])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_kernel_reads_every_kind_of_row(monkeypatch, name, end, dtype):
+    """Most rows need sums only; others are read again, for distances to their mean."""
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(3, 1, 4096), ROWS[name](rng)[:end]]).astype(dtype)
+    rows = np.asarray(gpu_kernels.row_statistics([jnp.asarray(values)], 4096), np.float64)
+    total, squares, low, high, nan, inf, zero, shift = rows[1]
+    row = values[4096:].astype(np.float32).astype(np.float64)
+    kept = row[np.isfinite(row)]
+    assert (nan, inf, zero) == (np.isnan(row).sum(), np.isinf(row).sum(), (row == 0).sum())
+    assert (low, high) == (kept.min(initial=np.inf), kept.max(initial=-np.inf))
+    if kept.size:
+        variance = squares / kept.size - (total / kept.size) ** 2
+        assert total / kept.size + shift == pytest.approx(
+            kept.mean(), rel=2e-6, abs=1e-6 * kept.std()
+        )
+        # Of numbers below 1e-19 no squares are left.
+        assert variance == pytest.approx(kept.var(), rel=2e-5, abs=1e-40)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("bad", [None, 0, 3, 7, 10, 11])
+def test_accelerators_test_many_tensors_at_once(bad):
+    """Groups that are alike, one alone, small ones: a value at the end of any of them is found."""
+    sizes = [1 << 18] * 10 + [(1 << 18) + 3, 5]
+    values = [np.full(size, number, np.float32) for number, size in enumerate(sizes)]
+    if bad is not None:
+        values[bad][-1] = -np.inf
+    assert jax.jit(all_finite)(values) == (bad is None)
+
+
+def test_one_kernel_counts_exponents_of_several_tensors(monkeypatch):
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    kernels = []
+    plain = gpu_kernels.histograms
+    monkeypatch.setattr(
+        "tailrace.taps.gpu_kernels.histograms",
+        lambda flats, bins: kernels.append(len(flats)) or plain(flats, bins),
+    )
+    rng = np.random.default_rng(0)
+    sizes = [1 << 18, 9, 1 << 18, (1 << 18) + 5, 1 << 18]
+    values = [rng.normal(0, 2.0**number, n).astype(np.float32) for number, n in enumerate(sizes)]
+    found = jax.jit(histograms)(values)
+    assert kernels == [3, 1]
+    for counts, own in zip(found, values, strict=True):
+        np.testing.assert_array_equal(np.asarray(counts), exponents(own))
+
+
+@pytest.mark.parametrize("reduce", [norm, lambda value: all_finite([value])])
+def test_numbers_leave_an_accelerators_loop_by_an_operation(monkeypatch, reduce):
+    """A copy would be asynchronous, and XLA would schedule the whole loop in another way."""
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    program = jax.make_jaxpr(reduce)(jnp.ones((4, 3))).jaxpr
+    *_, barrier, last = [eqn.primitive.name for eqn in program.eqns]
+    assert barrier == "optimization_barrier"
+    assert last in ("sqrt", "is_finite")
+
+
 @pytest.mark.parametrize("size", [4096, 5000])
 def test_a_kernel_reads_large_numbers(monkeypatch, size):
     """The sum of a row is infinite, and its mean is not."""
@@ -362,8 +443,33 @@ def test_statistics_of_a_cast_read_what_was_cast(monkeypatch, platform, mode):
     assert set(read) == {"bfloat16" if narrow else "float32"}
 
 
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_guards_of_a_cast_read_what_was_cast(monkeypatch, platform):
+    monkeypatch.setattr("tailrace.devices.devices.platform", lambda: platform)
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.compiles", lambda _: False)
+    read = []
+    monkeypatch.setattr(
+        "tailrace.taps.wanted.all_finite",
+        lambda values: read.extend(str(v.dtype) for v in values) or all_finite(values),
+    )
+
+    def loss_fn(w, x):
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+
+    rows = np.ones((8, 5, 3), np.float32)
+    rows[6, 2, 1] = np.inf
+    guard = tr.stop_on_nonfinite("grad/*")
+    w = np.ones((3, 2), np.float32)
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), w, steps_per_execution=4, observe=[guard])
+    with pytest.raises(NonFiniteError, match="step 6"):
+        trainer.fit(list(rows), steps=8)
+    assert set(read) == {"bfloat16" if platform == "gpu" else "float32"}
+
+
 @pytest.mark.parametrize("works", [True, False])
-@pytest.mark.parametrize("kernel", [gpu_kernels.STATISTICS, gpu_kernels.HISTOGRAM])
+@pytest.mark.parametrize(
+    "kernel", [gpu_kernels.STATISTICS, gpu_kernels.HISTOGRAM, gpu_kernels.FINITENESS]
+)
 def test_kernels_are_tried_before_they_are_used(monkeypatch, works, kernel):
     """Also while a program is traced. Without a GPU they fail, as those of another JAX might."""
     monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", works)

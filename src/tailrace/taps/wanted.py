@@ -17,7 +17,7 @@ from tailrace.spans.scopes import TAPS
 from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.counted_loop import Looks
 from tailrace.taps.frame import Emission, Frame
-from tailrace.taps.reductions import StatsKey, all_finite, histogram, pack_statistics
+from tailrace.taps.reductions import StatsKey, all_finite, histogram, histograms, pack_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Wanted:
     @property
     def widens(self) -> bool:
         """Whether its reduction converts what it reads to float32 itself."""
-        return self.collect == "stack" and self.reduce in (None, histogram) and not self.guard
+        return self.guard or (self.collect == "stack" and self.reduce in (None, histogram))
 
     @property
     def sparse(self) -> bool:
@@ -108,6 +108,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
     packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []
     digested: list[tuple[Any, Emission]] = []
+    counted: list[tuple[Hashable, Emission]] = []
     for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
         (want,) = raw
         if want.collect in ("sum", "final") and not at_end:
@@ -121,6 +122,8 @@ def _condense(frame: Frame, at_end: bool) -> None:
             _reduce_layers(want, emission, frame)
         elif want.reduce is None:
             packs[want.periodic].append((want.key, emission))
+        elif want.reduce is histogram:
+            counted.append((want.key, emission))
         else:
             frame.emit(want.key, want.reduce(emission.value), emission.valid)
     if guarded:
@@ -132,6 +135,9 @@ def _condense(frame: Frame, at_end: bool) -> None:
         values = [emission.value for _, emission in digested]
         found = digest_many(values, names, [None] * len(names), in_memory=False)
         frame.emit(DigestKey(names), found)
+    found = histograms([emission.value for _, emission in counted])
+    for (key, emission), counts in zip(counted, found, strict=True):
+        frame.emit(key, counts, emission.valid)
     for pack in packs.values():
         # A pack has one validity flag, so a value with a flag is packed alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
