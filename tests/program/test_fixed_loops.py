@@ -211,8 +211,33 @@ def test_training_goes_on_where_it_does_not_compile(monkeypatch, caplog):
             began(trainer)
         trainer.fit(iter(ROWS[24:]), steps=72)
         # The thread says so after it has handed over the exception.
-        text = "a loop of fixed length could not be compiled (MemoryError: no room"
+        text = "a loop of fixed length cannot be used (MemoryError: no room"
         wait_until(lambda: text in caplog.text, "the failure was not noted")
+    assert_bits_equal(trainer.params, plain(96)[0])
+
+
+@pytest.mark.parametrize(("left", "used"), [(None, True), (3_000_000, True), (2_999_999, False)])
+def test_it_is_used_only_where_it_has_room(monkeypatch, caplog, left, used):
+    """A training of a week must not end because a faster program needs a little more memory."""
+    monkeypatch.setattr("tailrace.devices.devices.memory_left", lambda _: left)
+    peak = property(lambda self: 5_000_000 if self.counted else 8_000_000)
+    monkeypatch.setattr(Executable, "peak_bytes", peak)
+    trainer = trainer_of()
+    with caplog.at_level(logging.WARNING, "tailrace"):
+        if used:
+            began(trainer)
+        else:
+            with pytest.raises(MemoryError):
+                began(trainer)
+            text = "cannot be used (MemoryError: it needs 3 MB more than the other one, and "
+            wait_until(lambda: text in caplog.text, "the reason was not noted")
+    ran = []
+    run = Executable.run
+    monkeypatch.setattr(
+        Executable, "run", lambda self, *a: ran.append(self.counted) or run(self, *a)
+    )
+    trainer.fit(iter(ROWS[24:]), steps=72)
+    assert set(ran) == {not used}
     assert_bits_equal(trainer.params, plain(96)[0])
 
 

@@ -119,6 +119,13 @@ def available() -> list[Device]:
     return configure(wanted) if wanted else list(jax.devices())
 
 
+def memory_left(device: Device) -> int | None:
+    """The bytes that a device never needed so far; None if it does not tell."""
+    stats = device.memory_stats() or {}
+    limit, most = stats.get("bytes_limit"), stats.get("peak_bytes_in_use")
+    return None if limit is None or most is None else int(limit - most)
+
+
 def platform() -> str:
     """The platform that programs are compiled for: that of the chosen devices, not JAX's default."""
     return available()[0].platform

@@ -65,6 +65,18 @@ class Executable:
         return self._compiled
 
     @property
+    def peak_bytes(self) -> int:
+        """What a compiled program holds at once on a device, as XLA counts it."""
+        memory = self._compiled.memory_analysis()
+        return int(
+            # Donated arguments are counted among the outputs as well: `alias_size` is what both share.
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+
+    @property
     def carries(self) -> Sequence[Var | Buffer]:
         """The loop's carry, in the order of the compiled program's arguments."""
         return self._program.carried

@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from tailrace.devices import devices
+from tailrace.devices.devices import Device
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -119,12 +121,25 @@ class FixedLoops:
         self.compiling.add_done_callback(_ended)
 
 
+def check_room(fixed: Executable, other: Executable, device: Device) -> None:
+    """Raise MemoryError if a device that has room for one program has none for the other.
+
+    A training must not end because a faster program has taken over.
+    """
+    left = devices.memory_left(device)
+    if left is not None and (more := fixed.peak_bytes - other.peak_bytes) > left:
+        raise MemoryError(
+            f"it needs {more / 1e6:,.0f} MB more than the other one, and {device} has "
+            f"{left / 1e6:,.0f} MB left"
+        )
+
+
 def _ended(compilation: Future[None]) -> None:
     _running.discard(compilation)
     error = compilation.exception(timeout=0)  # it is done
     if error is not None:
         note_once(
             f"Training goes on in the loop whose length is an argument, slower by a percent or more: "
-            f"a loop of fixed length could not be compiled ({type(error).__name__}: "
+            f"a loop of fixed length cannot be used ({type(error).__name__}: "
             f"{str(error)[:200]})."
         )

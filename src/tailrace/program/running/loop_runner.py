@@ -25,7 +25,7 @@ from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Closing, Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
-from tailrace.program.running.fixed_loops import FixedLoops, Kind
+from tailrace.program.running.fixed_loops import FixedLoops, Kind, check_room
 from tailrace.program.running.loop_layout import LoopLayout
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.placement import Placement
@@ -275,6 +275,7 @@ class LoopRunner:
             return
         # Shapes instead of arrays: dispatches donate the arrays while the thread compiles.
         forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
+        other = self._executable(self._loop, kind.length, period)
         executable = self._new_executable(self._loop, kind.length, False, period)
         executable.reason = (
             self.purpose,
@@ -289,6 +290,7 @@ class LoopRunner:
         def compile_it() -> None:
             with jax.enable_x64(wide):
                 context.run(executable.compile, forms, blocks)
+            check_room(executable, other, self.placement.device)
 
         self.fixed.compile(kind, executable, compile_it)
 

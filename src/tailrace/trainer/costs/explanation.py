@@ -87,18 +87,11 @@ def explain(
     sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))
     sizes["temporaries"] = int(memory.temp_size_in_bytes)
     sizes["code"] = int(memory.generated_code_size_in_bytes)
-    peak = int(
-        # Donated arguments are counted among the outputs as well: `alias_size` is what both share.
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
     return Explanation(
         length,
         effective_batch_size,
         sizes,
-        peak,
+        executable.peak_bytes,
         flops,
         executable.compile_s,
         decisions,
