@@ -61,7 +61,7 @@ def in_processes(processes: int, devices: int, hidden: int, steps: int, repeats:
     root = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
     what = json.dumps([processes * devices, hidden, steps, repeats])
-    command = [sys.executable, "-m", "tailrace.cli", "launch", "-n", str(processes)]
+    command = [sys.executable, "-m", "tailrace", "launch", "-n", str(processes)]
     done = subprocess.run(
         [*command, "--devices", str(devices), __file__, what],
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},

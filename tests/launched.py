@@ -23,7 +23,7 @@ def together(script, processes, devices, timeout=600, **options):
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tailrace.cli", "launch", "-n", str(processes)),
+            *(sys.executable, "-m", "tailrace", "launch", "-n", str(processes)),
             *("--devices", str(devices), str(script), json.dumps(options)),
         ],
         capture_output=True,

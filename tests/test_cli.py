@@ -153,6 +153,13 @@ def test_an_interrupt_exits_with_130(monkeypatch):
         (["--help"], 0, "benchmark-data"),
         ([], 2, "COMMAND"),
         (["benchmark-data", "a:b", "--epochs", "many"], 2, "invalid int value: 'many'"),
+        (["audit", "run", "--fit", "0", "a:b", "c:d"], 2, "unrecognized arguments: a:b c:d"),
+        (["audit", "run", "a:b", "--fit", "0", "c:d"], 2, "unrecognized arguments: c:d"),
+        (
+            ["plan", "--stages", "2", "--microbatches", "4", "more"],
+            2,
+            "unrecognized arguments: more",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_by_argparse(arguments, code, text, capsys):
@@ -162,10 +169,23 @@ def test_wrong_arguments_are_refused_by_argparse(arguments, code, text, capsys):
     assert text in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "none.py:make", "--fit", "0"],
+        ["run", "--fit", "0", "none.py:make"],
+        ["--fit", "0", "run", "none.py:make"],
+    ],
+)
+def test_an_argument_that_may_be_missing_is_found_anywhere(arguments, capsys):
+    assert main(["audit", *arguments]) == 2
+    assert "names the file 'none.py', which does not exist" in capsys.readouterr().err
+
+
 def test_as_a_process():
     source = str(Path(tailrace.cli.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-m", "tailrace.cli", "benchmark-data", "my_test_data:short", *SMALL],
+        [sys.executable, "-m", "tailrace", "benchmark-data", "my_test_data:short", *SMALL],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,
@@ -179,7 +199,7 @@ def test_as_a_process():
 @pytest.mark.skipif(os.name != "posix", reason="of POSIX")
 def test_a_reader_that_goes_ends_it_without_a_traceback():
     """As with `tailrace plan ... | head -1`."""
-    command = [sys.executable, "-m", "tailrace.cli", "plan", "--stages", "2", "--microbatches", "4"]
+    command = [sys.executable, "-m", "tailrace", "plan", "--stages", "2", "--microbatches", "4"]
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as closed:

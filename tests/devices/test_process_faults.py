@@ -192,7 +192,7 @@ def launched(stopped=None, heartbeat_s=60, processes=2):
     options = json.dumps({"stopped": stopped, "heartbeat_s": heartbeat_s})
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "tailrace.cli", "launch", "-n", str(processes)),
+            *(sys.executable, "-m", "tailrace", "launch", "-n", str(processes)),
             *("--devices", "1", str(SCRIPT), options),
         ],
         stdout=subprocess.PIPE,

@@ -436,7 +436,7 @@ def test_an_interrupt_before_it_serves_ends_it_without_a_word(made, moment, monk
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_command_prints_its_address_and_ends_by_an_interrupt(made, asked):
     with subprocess.Popen(
-        [sys.executable, "-m", "tailrace.cli", "view", str(made.directory)],
+        [sys.executable, "-m", "tailrace", "view", str(made.directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

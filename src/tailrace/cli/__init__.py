@@ -1,4 +1,4 @@
-"""The command line: `tailrace`, or `python -m tailrace.cli`.
+"""The command line: `tailrace`, or `python -m tailrace`.
 
 In: arguments. Out: text on standard output, files, and an exit code.
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit: 0
     """
     # Outside `try`: argparse prints its own errors, and exits with 2 as well.
-    parsed = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    parsed = _parsed(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         code = parsed.run(parsed)
         print(end="", flush=True)  # here, where it is expected that nobody reads on
@@ -51,6 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is left would be written when Python ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    # Up to Python 3.11, argparse takes an argument that may be missing for missing at the first option.
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(parsed, "target", "") is None:
+        parsed.target = rest.pop()
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
