@@ -185,3 +185,24 @@ def test_a_platform_that_jax_prefers_leaves_its_default_alone():
     assert (
         jax.config.jax_default_device is None
     )  # after tr.configure(platform="cpu") in conftest.py
+
+
+@pytest.mark.parametrize(
+    ("told", "left"),
+    [
+        (None, None),
+        ({"bytes_limit": 5}, None),
+        ({"bytes_limit": 5, "peak_bytes_in_use": 3}, 2),
+        (RuntimeError("not implemented"), None),
+    ],
+)
+def test_memory_that_was_never_needed(told, left):
+    """Not all devices tell."""
+
+    class Some:
+        def memory_stats(self):
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+    assert devices.memory_left(Some()) == left

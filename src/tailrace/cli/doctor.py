@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 
 from tailrace._version import __version__
-from tailrace.devices.devices import Device, available
+from tailrace.devices.devices import Device, available, memory_stats
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
 from tailrace.seams import Package, Seam
@@ -183,10 +183,7 @@ def _memory_kinds(device: Device) -> list[str]:
 
 def _device_line(device: Device) -> str:
     kinds = ", ".join(_memory_kinds(device)) or "unknown"
-    try:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-    except Exception:
-        limit = None
+    limit = memory_stats(device).get("bytes_limit")
     size = f", {limit / 2**30:.1f} GiB" if limit else ""
     return f"{device.id}: {device.device_kind} ({device.platform}{size}; memory: {kinds})"
 

@@ -119,11 +119,19 @@ def available() -> list[Device]:
     return configure(wanted) if wanted else list(jax.devices())
 
 
+def memory_stats(device: Device) -> dict[str, int]:
+    """What a device tells about its memory; empty if nothing. Some plugins raise an error then."""
+    try:
+        return dict(device.memory_stats() or {})
+    except Exception:
+        return {}
+
+
 def memory_left(device: Device) -> int | None:
     """The bytes that a device never needed so far; None if it does not tell."""
-    stats = device.memory_stats() or {}
+    stats = memory_stats(device)
     limit, most = stats.get("bytes_limit"), stats.get("peak_bytes_in_use")
-    return None if limit is None or most is None else int(limit - most)
+    return None if limit is None or most is None else limit - most
 
 
 def platform() -> str:

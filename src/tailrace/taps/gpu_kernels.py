@@ -15,6 +15,7 @@ does not compile, have the reductions of `reductions`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -331,7 +332,7 @@ def _defect(kernel: str) -> str:
     # Rows that are not full, of the last of three tensors. Statistics of plain values are computed in
     # another way than others, and far exponents are counted in two windows.
     strange = np.array([3, np.nan, 0, -np.inf, 6, 3], np.float32)
-    plain, far = np.array([3, 0, 6], np.float32), np.array([5, 1e-30], np.float32)
+    plain, far = np.array([3, 0, 6], np.float32), np.array([5, 2.0**-100], np.float32)
     runs: dict[str, Callable[[Sequence[jax.Array]], Any]] = {
         STATISTICS: lambda flats: row_statistics(flats, 16)[2],
         HISTOGRAM: lambda flats: histograms(flats, 258)[2],
@@ -342,11 +343,11 @@ def _defect(kernel: str) -> str:
         HISTOGRAM: [(one, _counts(one)) for one in (strange, far)],
         FINITENESS: [(strange, [0, 0, np.nan]), (plain, [0, 0, 0])],
     }
-    for values, right in rights[kernel]:
-        flat = jax.device_put(values, _own_device())
-        found = jax.jit(lambda x: runs[kernel]([jnp.ones_like(x), jnp.ones_like(x), x]))(flat)
+    run = jax.jit(lambda x: runs[kernel]([jnp.ones_like(x), jnp.ones_like(x), x]))
+    for (values, right), dtype in itertools.product(rights[kernel], (jnp.float32, jnp.bfloat16)):
+        found = run(jax.device_put(values.astype(dtype), _own_device()))
         if not np.array_equal(found, right, equal_nan=True):
-            return f"wrong results: {np.asarray(found).tolist()}"
+            return f"wrong results in {np.dtype(dtype).name}: {np.asarray(found).tolist()}"
     return ""
 
 
