@@ -174,6 +174,7 @@ def test_wrong_arguments_are_refused_by_argparse(arguments, code, text, capsys):
     [
         ["run", "none.py:make", "--fit", "0"],
         ["run", "--fit", "0", "none.py:make"],
+        ["run", "--fit", "0", "--", "none.py:make"],
         ["--fit", "0", "run", "none.py:make"],
     ],
 )

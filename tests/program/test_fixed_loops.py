@@ -216,6 +216,16 @@ def test_training_goes_on_where_it_does_not_compile(monkeypatch, caplog):
     assert_bits_equal(trainer.params, plain(96)[0])
 
 
+def test_all_devices_must_have_room(monkeypatch):
+    """Those that a training uses, and no others."""
+    asked = []
+    monkeypatch.setattr("tailrace.devices.devices.memory_left", lambda one: asked.append(one.id))
+    devices = jax.devices()[1:3]
+    monkeypatch.setattr("tailrace.devices.devices.available", lambda: devices)
+    began(trainer_of(replicas=2), np.concatenate([ROWS, ROWS]))
+    assert asked == [one.id for one in devices]
+
+
 @pytest.mark.parametrize(("left", "used"), [(None, True), (3_000_000, True), (2_999_999, False)])
 def test_it_is_used_only_where_it_has_room(monkeypatch, caplog, left, used):
     """A training of a week must not end because a faster program needs a little more memory."""
@@ -229,7 +239,7 @@ def test_it_is_used_only_where_it_has_room(monkeypatch, caplog, left, used):
         else:
             with pytest.raises(MemoryError):
                 began(trainer)
-            text = "cannot be used (MemoryError: it needs 3 MB more than the other one, and "
+            text = "cannot be used (MemoryError: it needs 3 MB more than the other one, and of "
             wait_until(lambda: text in caplog.text, "the reason was not noted")
     ran = []
     run = Executable.run
@@ -238,6 +248,7 @@ def test_it_is_used_only_where_it_has_room(monkeypatch, caplog, left, used):
     )
     trainer.fit(iter(ROWS[24:]), steps=72)
     assert set(ran) == {not used}
+    assert len(trainer.compilations) == 2  # it is not tried again
     assert_bits_equal(trainer.params, plain(96)[0])
 
 

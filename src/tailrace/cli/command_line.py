@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    # Up to Python 3.11, argparse takes an argument that may be missing for missing at the first option.
+    # Some versions of argparse take an argument that may be missing for missing at the first option.
+    rest = [one for one in rest if one != "--"]
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(parsed, "target", "") is None:
         parsed.target = rest.pop()
     if rest:

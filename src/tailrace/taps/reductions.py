@@ -38,6 +38,9 @@ LARGE = 1 << 18
 TOGETHER, ALONE = 8, 1 << 23
 """The number of tensors that one kernel reads, and the size from which each has its own."""
 
+HUGE, SHRINK = 1e24, 2.0**-60
+"""The sum of squares from which values are made smaller before they are squared again, and by what."""
+
 FACTORS = 128
 """Values per row of the matrix that is multiplied by zeros."""
 
@@ -281,7 +284,10 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     some = jnp.maximum(count, 1)
     mean = shift + total / some
     # Not squares - total**2 / some: a GPU's division is off by a bit, which equal values would show.
-    spread = jnp.maximum(squares * some - total * total, 0) / some
+    # Large ones by a power of 2 smaller: their products would be infinite.
+    small = jnp.where(squares > HUGE, SHRINK, 1.0).astype(total.dtype)
+    part = total * small
+    spread = jnp.maximum(squares * small * small * some - part * part, 0) / some / small / small
     spread = jnp.where(jnp.isnan(spread), jnp.inf, spread)  # both squares were too large
     whole = jnp.maximum(count.sum(axis=1, keepdims=True), 1)
     middle = (mean * (count / whole)).sum(axis=1, keepdims=True)

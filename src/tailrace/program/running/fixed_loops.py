@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -66,6 +66,7 @@ class FixedLoops:
         self.trials: list[float] = []
         self.compiling: Future[None] | None = None
         self._ready: dict[Kind, Executable] = {}
+        self._refused: set[Kind] = set()  # another try would end in the same way
         self._usable: dict[Kind, Executable] | None = None
         self._iterations: Counter[Kind] = Counter()
         self._ended = False
@@ -105,13 +106,18 @@ class FixedLoops:
         kind = max(self._iterations, key=lambda one: self._iterations[one])
         repeated = self._iterations[kind] >= REPEATED * kind.length
         pays = expected_s >= dispatch_table.FIXED_WORTH * compile_s
-        return kind if repeated and pays and kind not in self._ready else None
+        known = kind in self._ready or kind in self._refused
+        return kind if repeated and pays and not known else None
 
     def compile(self, kind: Kind, executable: Executable, act: Callable[[], object]) -> None:
         """Compile a loop in a thread, by `act`; dispatches use it from then on."""
 
         def compile_it() -> None:
-            act()
+            try:
+                act()
+            except BaseException:
+                self._refused.add(kind)
+                raise
             self._ready[kind] = executable
 
         worker = Worker("tailrace-compile")
@@ -121,17 +127,18 @@ class FixedLoops:
         self.compiling.add_done_callback(_ended)
 
 
-def check_room(fixed: Executable, other: Executable, device: Device) -> None:
-    """Raise MemoryError if a device that has room for one program has none for the other.
+def check_room(fixed: Executable, other: Executable, used: Sequence[Device]) -> None:
+    """Raise MemoryError if devices that have room for one program have none for the other.
 
     A training must not end because a faster program has taken over.
     """
-    left = devices.memory_left(device)
-    if left is not None and (more := fixed.peak_bytes - other.peak_bytes) > left:
-        raise MemoryError(
-            f"it needs {more / 1e6:,.0f} MB more than the other one, and {device} has "
-            f"{left / 1e6:,.0f} MB left"
-        )
+    for device in used:
+        left = devices.memory_left(device)
+        if left is not None and (more := fixed.peak_bytes - other.peak_bytes) > left:
+            raise MemoryError(
+                f"it needs {more / 1e6:,.0f} MB more than the other one, and of {device} all but "
+                f"{left / 1e6:,.0f} MB have been in use"
+            )
 
 
 def _ended(compilation: Future[None]) -> None:

@@ -290,7 +290,7 @@ class LoopRunner:
         def compile_it() -> None:
             with jax.enable_x64(wide):
                 context.run(executable.compile, forms, blocks)
-            check_room(executable, other, self.placement.device)
+            check_room(executable, other, self.placement.devices)
 
         self.fixed.compile(kind, executable, compile_it)
 

@@ -63,8 +63,12 @@ class Placement:
     @property
     def device_ids(self) -> tuple[int, ...]:
         """The ids of all devices, in order."""
-        found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
-        return tuple(device.id for device in found)
+        return tuple(device.id for device in self.devices)
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices, in order."""
+        return [self.everywhere] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def everywhere(self) -> Any:
