@@ -290,7 +290,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("end", [4096, 4095, 1025, 1])
+@pytest.mark.parametrize("end", [4096, 1025])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_kernel_reads_every_kind_of_row(monkeypatch, name, end, dtype):
     """Most rows need sums only; others are read again, for distances to their mean."""
