@@ -244,18 +244,23 @@ def test_accelerators_join_rows(sizes):
         assert_statistics(merge_statistics(partial[rows], size), values[number])
 
 
+def read_together(monkeypatch, kernel):
+    """The number of tensors in each call of a kernel of a GPU, from here on."""
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
+    found, plain = [], getattr(gpu_kernels, kernel)
+    monkeypatch.setattr(
+        f"tailrace.taps.gpu_kernels.{kernel}",
+        lambda flats, size: found.append(len(flats)) or plain(flats, size),
+    )
+    return found
+
+
 @pytest.mark.parametrize(
     "sizes", [[(1 << 18) + 1, 5, *[1 << 18, (1 << 18) + 1] * 3, 1 << 18], [1 << 18] * 10]
 )
 def test_one_kernel_reads_several_tensors_that_are_alike(monkeypatch, sizes):
-    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
-    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
-    kernels = []
-    plain = gpu_kernels.row_statistics
-    monkeypatch.setattr(
-        "tailrace.taps.gpu_kernels.row_statistics",
-        lambda flats, width: kernels.append(len(flats)) or plain(flats, width),
-    )
+    kernels = read_together(monkeypatch, "row_statistics")
     rng = np.random.default_rng(0)
     values = [
         rng.normal(number, 1 + number, n).astype(np.float32) for number, n in enumerate(sizes)
@@ -324,14 +329,7 @@ def test_accelerators_test_many_tensors_at_once(bad):
 
 
 def test_one_kernel_counts_exponents_of_several_tensors(monkeypatch):
-    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
-    monkeypatch.setattr("tailrace.taps.gpu_kernels.INTERPRET", True)
-    kernels = []
-    plain = gpu_kernels.histograms
-    monkeypatch.setattr(
-        "tailrace.taps.gpu_kernels.histograms",
-        lambda flats, bins: kernels.append(len(flats)) or plain(flats, bins),
-    )
+    kernels = read_together(monkeypatch, "histograms")
     rng = np.random.default_rng(0)
     sizes = [1 << 18, 9, 1 << 18, (1 << 18) + 5, 1 << 18]
     values = [rng.normal(0, 2.0**number, n).astype(np.float32) for number, n in enumerate(sizes)]

@@ -10,7 +10,7 @@ rows of a tensor. So a step pays for one or two kernels, however many tensors it
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,18 +84,17 @@ def all_finite(values: Sequence[jax.Array]) -> jax.Array:
     if devices.platform() == "cpu":
         zero = sum(_zero_or_nan(jnp.ravel(_wide(value))) for value in values)
     else:
-        # One kernel for all small ones; a large one, concatenated, would be read unaligned.
-        parts = [jnp.ravel(_wide(value)) * 0 for value in values if value.size < LARGE]
-        large = [value for value in values if value.size >= LARGE]
-        for group in _alike(large, gpu_kernels.FINITENESS):
-            flats = [jnp.ravel(large[number]) for number in group]
-            if _has_kernel(flats[0], gpu_kernels.FINITENESS):
+        parts: list[jax.Array] = []
+        for _, flats, whole in _alike(values, gpu_kernels.FINITENESS):
+            if whole:
                 parts.append(gpu_kernels.row_zeros(flats))
-            else:  # XLA computes it where it computes the tensor, and in float64 if that is
-                parts.append((_wide(flats[0]) * 0).sum(keepdims=True))
+                continue
+            zeros = _wide(flats[0]) * 0
+            # One kernel for all small ones; a large one, concatenated, would be read unaligned. XLA
+            # sums that where it computes the tensor.
+            parts.append(zeros if zeros.size < LARGE else zeros.sum(keepdims=True))
         # Behind a barrier, or XLA would sum each of the parts in a kernel of its own.
-        zero = lax.optimization_barrier(jnp.concatenate(parts)).sum()
-        zero = _unfinished(zero)
+        zero = _unfinished(lax.optimization_barrier(jnp.concatenate(parts)).sum())
     return jnp.isfinite(zero)
 
 
@@ -141,11 +140,9 @@ def histogram(value: jax.Array) -> jax.Array:
 def histograms(values: Sequence[jax.Array]) -> list[jax.Array]:
     """The histogram of each of several tensors."""
     found: dict[int, jax.Array] = {}
-    for group in _alike(values, gpu_kernels.HISTOGRAM):
-        flats = [jnp.ravel(values[number]) for number in group]
-        whole = _has_kernel(flats[0], gpu_kernels.HISTOGRAM)
+    for numbers, flats, whole in _alike(values, gpu_kernels.HISTOGRAM):
         counts = gpu_kernels.histograms(flats, NUM_BINS) if whole else [_scattered(flats[0])]
-        found.update(zip(group, counts, strict=True))
+        found.update(zip(numbers, counts, strict=True))
     return [found[number] for number in range(len(values))]
 
 
@@ -198,11 +195,10 @@ def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
     counts = [np.zeros(0, np.int32)]  # of each block: how many values each row has
     packed: list[jax.Array] = []
     order: list[list[tuple[int, int, int]]] = [[] for _ in values]  # (block, first row, rows)
-    for group in _alike(values, gpu_kernels.STATISTICS):
-        flats, size = [jnp.ravel(values[number]) for number in group], values[group[0]].size
+    for group, flats, whole in _alike(values, gpu_kernels.STATISTICS):
+        size = flats[0].size
         own = _lengths(size, LONG_ROW)
         # A kernel of ours reads an end that fills no row; a slice for XLA's would be a copy.
-        whole = _has_kernel(values[group[0]], gpu_kernels.STATISTICS)
         large = len(own) if whole else size // LONG_ROW if size >= LARGE else 0
         if large:
             for place, number in enumerate(group):
@@ -229,26 +225,38 @@ def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
     return _join([column[index] for column in columns], jnp.asarray(sizes))
 
 
-def _alike(values: Sequence[jax.Array], kernel: str) -> list[list[int]]:
-    """The tensors, by index, in groups of one size and dtype that a kernel reads together.
+class _Alike(NamedTuple):
+    """Tensors of one size and dtype.
+
+    Attributes:
+        numbers: their places among all.
+        flats: the tensors themselves, flat.
+        whole: whether a kernel of ours reads them together; otherwise there is only one.
+    """
+
+    numbers: list[int]
+    flats: list[jax.Array]
+    whole: bool
+
+
+def _alike(values: Sequence[jax.Array], kernel: str) -> list[_Alike]:
+    """The tensors in groups that a kernel reads together.
 
     Only small ones, which it reads in the time that it takes to start; and few, as the first of a group
     stays in memory until the last one is there.
     """
-    groups: list[list[int]] = []
-    begun: dict[Hashable, list[int]] = {}
+    groups: list[_Alike] = []
+    begun: dict[Hashable, _Alike] = {}
     for number, value in enumerate(values):
-        group = begun.get(form := (value.size, value.dtype), [])
-        if not group or len(group) == TOGETHER:
-            groups.append(group := [])
-        group.append(number)
-        if value.size < ALONE and _has_kernel(value, kernel):
+        whole = value.size >= LARGE and gpu_kernels.usable(value, kernel)
+        group = begun.get(form := (value.size, value.dtype))
+        if group is None or len(group.numbers) == TOGETHER:
+            groups.append(group := _Alike([], [], whole))
+        group.numbers.append(number)
+        group.flats.append(jnp.ravel(value))
+        if whole and value.size < ALONE:
             begun[form] = group
     return groups
-
-
-def _has_kernel(value: jax.Array, kernel: str) -> bool:
-    return value.size >= LARGE and gpu_kernels.usable(value, kernel)
 
 
 def _row_statistics(values: jax.Array, counts: np.ndarray) -> list[jax.Array]:
