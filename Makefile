@@ -6,25 +6,30 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 export PYTHON
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+# RERUN=1, as CI sets it: what fails is run once more, alone (scripts/run_tier.py).
+PYTEST = $(BIN)/python $(if $(RERUN),scripts/run_tier.py,-m pytest) -n $(JOBS) --dist worksteal -q
 
-.PHONY: demo test test-quick test-long test-exhaustive test-versions lint format bench docs clean
+.PHONY: demo test test-quick test-long test-exhaustive test-stress test-versions lint format bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/mnist_demo.py --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "(the command tailrace is in $(BIN))"
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not exhaustive and not long"
+	$(PYTEST) -m "not exhaustive and not long and not stress"
 
 test-quick: $(VENV)/.dev
 	$(PYTEST) -m quick
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m "long and not exhaustive"
+	$(PYTEST) -m "long and not exhaustive and not stress"
 
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive
+
+# Racing tests, 200 times each, by more processes than there are cores.
+test-stress: $(VENV)/.dev
+	TAILRACE_TEST_REPEAT=$${TIMES:-200} $(PYTEST) -n $$((3 * $(JOBS))) -m stress
 
 # OPTIONS="--quick --rooms data,feeds"
 test-versions:

@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
-from quick import mark_tiers  # noqa: E402
+from quick import mark_tiers, repeat  # noqa: E402
 from tailrace.devices import devices  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
 from tailrace.program.compiling.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
+from verdicts import note_failures  # noqa: E402
 from waits import wait_until  # noqa: E402
 
 tr.configure(devices=machine.DEVICES if machine.PLATFORM == "cpu" else None)
@@ -35,6 +36,10 @@ _untimed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "
 settings.register_profile("suite", derandomize=True, **_untimed)
 settings.register_profile("search", print_blob=True, **_untimed)
 settings.load_profile("suite")
+
+
+pytest_configure = note_failures
+pytest_generate_tests = repeat
 
 
 def pytest_pycollect_makemodule(module_path, parent):

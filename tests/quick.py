@@ -7,6 +7,7 @@ itself, a renamed room changes nothing, and `test_quick.py` checks that every fi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def mark_tiers(items: Iterable[pytest.Item]) -> None:
         name = function_of(item)
         if name in long:
             item.add_marker(pytest.mark.long)
-        if name not in seen and item.get_closest_marker("exhaustive") is None:
+        if name not in seen and not any(map(item.get_closest_marker, ("exhaustive", "stress"))):
             seen.add(name)
             item.add_marker(pytest.mark.quick)
+
+
+def repeat(metafunc: pytest.Metafunc) -> None:
+    """Each case as often as `make test-stress` asks for (TAILRACE_TEST_REPEAT)."""
+    times = int(os.environ.get("TAILRACE_TEST_REPEAT") or 1)
+    if times > 1:
+        metafunc.fixturenames.append("repetition")
+        metafunc.parametrize("repetition", range(times))
