@@ -51,7 +51,6 @@ from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
-from tailrace.trainer.observation.monitoring import Monitor
 
 ASSET = "tailrace.json"
 """The file with the model's settings, among the assets of a saved model."""
@@ -252,8 +251,8 @@ class Adopted(Setters, Assigning, LookingBack):
             return backups_of(call, self.kept_fits, per_step)
         checkpoint = as_checkpoint(checkpoint)
         validates = call["validation_data"] is not None or bool(call["validation_split"])
-        if checkpoint.best is not None:
-            Monitor(checkpoint.best).check_validates("tr.Checkpoint", "best", validates)
+        if (monitor := checkpoint.monitor()) is not None:
+            monitor.check_validates("tr.Checkpoint", "best", validates)
         kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
             raise OptionError(

@@ -46,7 +46,6 @@ from tailrace.trainer.checkpoints.snapshot import (
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.fitting.interrupts import Interrupts
-from tailrace.trainer.observation.monitoring import Monitor
 
 LOOKED_AT = 4
 """An upper bound of the batches of an iterator that Keras reads ahead; it reads two."""
@@ -111,7 +110,7 @@ class Keeping:
     ) -> None:
         self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
-        self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self._monitor = checkpoint.monitor()
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
         self._run_end: Mapping[str, Any] | None = None
@@ -170,7 +169,7 @@ class Keeping:
         self._run_end = note["run"]
         self._check(found, form)
         if self._monitor is not None:
-            self._monitor.best = found["best"]
+            self._monitor.take_up(found.get("watched"), found["best"], "best= of tr.Checkpoint")
         if self.finished:
             if form.epochs < found["epochs"]:
                 note_once(
@@ -458,6 +457,7 @@ class Keeping:
             "first_step": self._first_step,
             "ended": ended,
             "best": None if self._monitor is None else self._monitor.best,
+            "watched": None if self._monitor is None else self._monitor.recorded(),
             "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
             "callbacks": states,
             "callback_classes": classes,

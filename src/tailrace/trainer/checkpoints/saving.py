@@ -44,7 +44,6 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.observation.journal import Journal
-from tailrace.trainer.observation.monitoring import Monitor
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
@@ -133,7 +132,7 @@ class Saving:
     ) -> None:
         self._engine, self._duration = engine, duration
         self._writer = CheckpointWriter(checkpoint, number)
-        self.monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self.monitor = checkpoint.monitor()
         self._fit: FitParts | None = None
         self._element = ""
 
@@ -202,7 +201,7 @@ class Saving:
             )
         self._note_another_optimizer(fit.get("optimizer"), finished)
         if self.monitor is not None:
-            self.monitor.best = fit["best"]
+            self.monitor.take_up(fit.get("watched"), fit["best"], "best= of tr.Checkpoint")
         return TakenUp(
             progress,
             engine.step,
@@ -361,6 +360,7 @@ class Saving:
                 "callbacks": states,
                 "callback_classes": classes_of(fit.callbacks),
                 "best": None if self.monitor is None else self.monitor.best,
+                "watched": None if self.monitor is None else self.monitor.recorded(),
             },
         }
         # A mark, not a flush: the writer thread waits for the run directory, training does not.
