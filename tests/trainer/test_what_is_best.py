@@ -20,7 +20,16 @@ DECIDED = {
     "val_accuracy": "max",
     "loss_head/accuracy": "max",
 }
-OPEN = ["val_psnr", "acceleration_error", "val_acc", "f1", "accuracy/error", "my_loss", "Loss", "gloss"]
+OPEN = [
+    "val_psnr",
+    "acceleration_error",
+    "val_acc",
+    "f1",
+    "accuracy/error",
+    "my_loss",
+    "Loss",
+    "gloss",
+]
 
 
 def loss_fn(w, x):
@@ -47,7 +56,9 @@ def best_in(directory):
     return max((int(name.split("-")[1]) for name in names), default=None)
 
 
-@pytest.mark.parametrize("watch", [tr.callbacks.EarlyStopping, lambda n: tr.Checkpoint("x", best=n)])
+@pytest.mark.parametrize(
+    "watch", [tr.callbacks.EarlyStopping, lambda n: tr.Checkpoint("x", best=n)]
+)
 def test_a_name_decides_only_if_it_is_exactly_that(watch):
     for name, mode in DECIDED.items():
         found = watch(name)

@@ -256,7 +256,9 @@ def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
     wide = values.astype(np.float64, order="C")
     if weights is not None:
         weights = np.ascontiguousarray(weights)
-        mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
+        # Of weights that are all 0 there is no mean: the fit reports them.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
     else:
         mean = wide.mean(axis=(1, 2))
     return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)

@@ -44,9 +44,10 @@ from tailrace.program.step.update_rule import Optimizer
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import GradientDigest, Observe, StopOnNonfinite, parse_taps
+from tailrace.taps.tap import GradientDigest, Observe, parse_taps
 from tailrace.trainer.checks import (
     check_gives_loss,
+    check_guards,
     check_model,
     check_numbers,
     check_replica_state,
@@ -119,6 +120,8 @@ class Engine:
         )
         self.seed, self.step, self.optimizer = check_seed(seed), 0, optimizer
         self.taps = parse_taps(observe)
+        self.guard = check_guards(self.taps)
+        """The guards against values that are not finite, as one."""
         self.accumulation = Accumulation.of(accumulation)
         # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
@@ -286,13 +289,6 @@ class Engine:
     def sight(self) -> Sight:
         """The tensors that taps select in the current program."""
         return self._programs.sight(self.runner)
-
-    @property
-    def guard(self) -> StopOnNonfinite | None:
-        """The guard against values that are not finite; of several, one that stops."""
-        found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
-        # False sorts first: a guard that stops wins over one that skips.
-        return min(found, key=lambda tap: tap.skips, default=None)
 
     @property
     def guarded(self) -> bool:

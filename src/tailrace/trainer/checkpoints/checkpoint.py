@@ -23,8 +23,8 @@ class Checkpoint:
         keep: the number of most recent checkpoints to keep, in addition to those of the start and the
             end.
         best: also keep the best by this logged value ("val_loss", "accuracy"); None for none.
-        mode: "min" or "max", what is best of that value; "auto" knows it of "loss" and "accuracy" (after
-            `val_` or a scope). A resumed fit keeps what its checkpoint recorded.
+        mode: "min" or "max", what is best of that value; "auto" knows it of "loss" and "accuracy"
+            (after `val_` or a scope). A resumed fit keeps what its checkpoint recorded.
 
     Raises:
         OptionError: an argument has an invalid value.

@@ -125,8 +125,8 @@ class Monitor:
         if then["name"] != self.name:
             self.best = None
             note_once(
-                f"{where} watches {self.name!r} now, and {then['name']!r} in the checkpoint that is resumed: the "
-                f"best is looked for from here on."
+                f"{where} watches {self.name!r} now, and {then['name']!r} in the checkpoint that is "
+                f"resumed: the best is looked for from here on."
             )
             return False
         if then["mode"] != self.mode:
