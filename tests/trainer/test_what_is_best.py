@@ -119,9 +119,10 @@ def test_checkpoints_that_do_not_say_a_direction(tmp_path, caplog, monkeypatch):
             said = {k: v for k, v in note["fit"].items() if k != "watched"}
             write(path, arrays, {**note, "fit": {**said, "best": best}})
 
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(orbax_files, "write", as_before)
+        monkeypatch.setattr(orbax_files, "write", as_before)
+        with pytest.raises(Killed):
             fit(tr.Checkpoint(folder, every=2, best=name, mode=mode), [Kill(5)])
+        monkeypatch.undo()
         fit(tr.Checkpoint(folder, every=2, best=name, mode=mode))
         assert (best_in(folder) == 16) is not kept
     assert "'val_psnr': the checkpoint does not say what is better" in caplog.text

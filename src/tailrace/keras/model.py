@@ -44,6 +44,7 @@ from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
 from tailrace.keras.programs.train import Training
+from tailrace.keras.settings.distribution import check_not_distributed
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
@@ -385,6 +386,7 @@ class Adopted(Setters, Assigning, LookingBack):
         """Whether Keras' loop runs a model, because it needs something no device program can do."""
         reason = self._reason(mode)
         if reason is None:
+            check_not_distributed(self.model)
             return False
         self.settings.check_keras_loop(reason)
         note_once(

@@ -359,6 +359,8 @@ def choose(
             # Records are found by tensor and kind; a second one of the same would silently replace the
             # first.
             if one.key in chosen and chosen[one.key].tap != tap:
+                if isinstance(tap, StopOnNonfinite):
+                    continue  # guards of a trainer all stop or all skip: the flag is the same
                 raise OptionError(
                     f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
                     f"twice, with different modes. Narrow one of the selections."

@@ -93,7 +93,7 @@ def check_numbers(
 
 
 def check_guards(taps: Sequence[AnyTap]) -> StopOnNonfinite | None:
-    """The guards as one: what each selects, the smallest limit, and the one bundle; None without any."""
+    """The guards as one: what each selects, the smallest limit, the one bundle; None without any."""
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)]
     if len(guards) < 2:
         return guards[0] if guards else None

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 
 from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
+from tailrace.devices.devices import available
+from tailrace.devices.placed import check_placed
 from tailrace.errors import OptionError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -126,6 +128,7 @@ class Engine:
         # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
         placement, pipelined = placement_of(self.pipeline, replicas), self.pipeline is not None
+        self._check_placed(params, model_state, placement)
         params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
         # than one device.
@@ -167,6 +170,12 @@ class Engine:
         self.sentinel = Sentinel(share, digests, self.seed) if sentinel is not None else None
         self._programs, self._collector = self._parts(placement)
 
+    def _check_placed(self, params: Tree, model_state: Tree, placement: Placement) -> None:
+        """Refuse values that are sharded, or on other devices, which they would leave silently."""
+        here = placement.devices if self.pipeline is None else available()
+        check_placed("params", params, here)
+        check_placed("model_state", model_state, here)
+
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
         """What advances the state, and what reads the results."""
         step, taps = self.step_function, self.taps
@@ -191,6 +200,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        self._check_placed(state.params, state[1:], self.placement)
         self.replace(dict(enumerate(jax.tree.leaves(state))))
 
     @property

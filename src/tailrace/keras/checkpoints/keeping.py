@@ -36,6 +36,7 @@ from tailrace.trainer.checkpoints.callback_matching import states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.directory import Kept
+from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -159,6 +160,7 @@ class Keeping:
         there = self.read()
         if there is None:
             return initial_epoch
+        directory = self._writer.directory.directory
         kept, self._arrays, note = there
         if KIND not in note:
             raise CheckpointError(
@@ -166,7 +168,7 @@ class Keeping:
                 f"this fit another directory."
             )
         self._note = found = dict(note[KIND])
-        self._run_end = note["run"]
+        self._run_end = run_end_of(note, directory)
         self._check(found, form)
         if self._monitor is not None:
             self._monitor.take_up(found.get("watched"), found["best"], "best= of tr.Checkpoint")

@@ -52,6 +52,7 @@ class Fits:
         self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
         self._turn = threading.Lock()
+        self._thread: int | None = None  # of the running fit
 
     def check_alone(self) -> None:
         """Raise an error if a fit is running: there is one state, and one place in it."""
@@ -63,10 +64,22 @@ class Fits:
         """The turn of one fit, from its arguments on: another thread may call `fit` meanwhile."""
         if not self._turn.acquire(blocking=False):
             raise _not_alone()
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
+            self._thread = None
             self._turn.release()
+
+    def check_thread(self, what: str) -> None:
+        """Refuse what another thread does to the state of a running fit; a callback may do it."""
+        thread = self._thread
+        if thread is not None and thread != threading.get_ident():
+            raise ProgramError(
+                f"A fit of this trainer is running, and its steps go on meanwhile: {what} from "
+                f"another thread would belong to another step. Do it in a callback, which runs "
+                f"between executions, or after the fit."
+            )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
