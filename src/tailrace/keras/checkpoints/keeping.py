@@ -47,6 +47,7 @@ from tailrace.trainer.checkpoints.snapshot import (
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.fitting.interrupts import Interrupts
+from tailrace.trainer.showing.option_texts import note_changed
 
 LOOKED_AT = 4
 """An upper bound of the batches of an iterator that Keras reads ahead; it reads two."""
@@ -119,6 +120,7 @@ class Keeping:
         self._trained_by: TrainingProgram | None = None
         self._first_step = 0
         self._form: FitForm | None = None
+        self._options: dict[str, str] = {}
         self._epoch_calls: EpochCalls | None = None
         self._looked = 0
         self.looked: Callable[[], int] = int
@@ -154,9 +156,15 @@ class Keeping:
 
     # -- taking up ------------------------------------------------------------------------------
 
-    def take_up(self, form: FitForm, initial_epoch: int) -> int:
-        """Read the directory's checkpoint of this fit; returns the epoch to continue with."""
-        self._form = form
+    def take_up(self, form: FitForm, initial_epoch: int, options: Mapping[str, str]) -> int:
+        """Read the directory's checkpoint of this fit; returns the epoch to continue with.
+
+        Args:
+            form: what must be the same.
+            initial_epoch: the epoch that the fit was asked to begin with.
+            options: what may be another one, and is then said.
+        """
+        self._form, self._options = form, dict(options)
         there = self.read()
         if there is None:
             return initial_epoch
@@ -172,6 +180,9 @@ class Keeping:
         self._check(found, form)
         if self._monitor is not None:
             self._monitor.take_up(found.get("watched"), found["best"], "best= of tr.Checkpoint")
+        # Earlier versions did not save options.
+        more = ", but variables, such as a learning rate, are those of the checkpoint"
+        note_changed(found.get("options", {}), options, str(directory), self.finished, more)
         if self.finished:
             if form.epochs < found["epochs"]:
                 note_once(
@@ -453,6 +464,7 @@ class Keeping:
             "batches": form.batches,
             "shuffle": form.shuffle,
             "per_step": form.per_step,
+            "options": self._options,
             "names": program.layout.names,
             "execution": form.execution,
             "step": program.steps,
