@@ -9,7 +9,7 @@ import pytest
 import tailrace as tr
 from killed_fits import Kill, Killed
 from oracles import assert_bits_equal
-from tailrace.errors import CheckpointError, DataError, ProgramError, RunError
+from tailrace.errors import CheckpointError, DataError, OptionError, ProgramError, RunError
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.checkpoints.callback_matching import states_of
 from waits import LIMIT_S
@@ -336,3 +336,10 @@ def test_a_run_directory_added_changed_or_left_out(tmp_path, caplog):
     assert tr.open_run(tmp_path / "first").history.steps.tolist() == list(range(8))
     with pytest.raises(RunError, match="holds one already"):
         run(tmp_path / "a", tmp_path / "second", steps=14)
+
+
+def test_one_directory_for_a_run_and_its_checkpoints(tmp_path):
+    with pytest.raises(OptionError, match="A run and its checkpoints are in two directories"):
+        run(tmp_path / "a", tmp_path / "b" / ".." / "a")
+    assert not (tmp_path / "a").exists()
+    run(tmp_path / "a" / "kept", tmp_path / "a", steps=2)

@@ -9,6 +9,9 @@ import numpy as np
 from tailrace.data.trees import leaf_called
 from tailrace.errors import DataError
 
+FEW = 256
+"""Values that are compared at once; of more, it is faster to look at the extremes first."""
+
 
 def narrowed(values: np.ndarray, dtype: np.dtype, path: str = "") -> np.ndarray:
     """Values in another dtype, which must hold each of them; not copied if it is theirs.
@@ -32,6 +35,16 @@ def narrowed(values: np.ndarray, dtype: np.dtype, path: str = "") -> np.ndarray:
 def store_narrowed(target: np.ndarray, at: Any, values: object, path: str = "") -> None:
     """Write values into `target[at]`, whose dtype must hold each of them."""
     array = np.asarray(values)
+    if array.dtype.kind in "iu" and target.dtype.kind in "iu":
+        # A whole number that does not fit wraps around without a word.
+        range_ = np.iinfo(target.dtype)
+        target[at] = array
+        if array.size > FEW and range_.min <= array.min() and array.max() <= range_.max:
+            return
+        lost = target[at] != array
+        if lost.any():
+            raise _does_not_fit(array[lost], target.dtype, path)
+        return
     try:
         # A float that becomes infinite raises; one that was infinite, or rounds, does not.
         with np.errstate(over="raise"):
@@ -40,11 +53,6 @@ def store_narrowed(target: np.ndarray, at: Any, values: object, path: str = "") 
         with np.errstate(over="ignore"):
             lost = np.isinf(array.astype(target.dtype)) & np.isfinite(array)
         raise _does_not_fit(array[lost], target.dtype, path) from None
-    # A whole number that does not fit wraps around without a word.
-    if array.dtype.kind in "iu" and target.dtype.kind in "iu":
-        lost = target[at] != array
-        if lost.any():
-            raise _does_not_fit(array[lost], target.dtype, path)
 
 
 def _does_not_fit(values: np.ndarray, dtype: np.dtype, path: str) -> DataError:

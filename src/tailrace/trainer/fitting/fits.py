@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataExhausted, ElementError, ProducerError, ProgramError
+from tailrace.errors import DataExhausted, ElementError, OptionError, ProducerError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.profiling.timeline.trace import Trace
@@ -109,6 +109,12 @@ class Fits:
     ) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
         saving = saving_of(checkpoint, self.kept, self._engine, duration)
+        run_dir = self._journal.run_dir
+        if saving is not None and run_dir is not None and _same_place(run_dir, saving.directory):
+            raise OptionError(
+                f"A run and its checkpoints are in two directories. Received: {run_dir!r} as run_dir= "
+                f"and as checkpoint=. Give another one, such as {os.path.join(run_dir, 'kept')!r}."
+            )
         if saving is not None and saving.monitor is not None:
             saving.monitor.check_validates("tr.Checkpoint", "best", validation.has_data)
         return saving
@@ -206,6 +212,10 @@ class Fits:
             if source.restartable and source.length is None:
                 feed.remaining(1)  # the fit found the end of the pass by reading on
             self._engine.let_go(dataset, feed)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _not_alone() -> ProgramError:
