@@ -595,7 +595,7 @@ def test_the_best_of_a_value_that_there_is_not(tmp_path):
     best = tr.Checkpoint(tmp_path / "kept", best="val_loss")
     with pytest.raises(tr.errors.OptionError, match="best='val_loss'. without validation_data"):
         model_of().fit(**arrays(), verbose=0, checkpoint=best)
-    best = tr.Checkpoint(tmp_path / "kept", best="mea")
+    best = tr.Checkpoint(tmp_path / "kept", best="mea", mode="max")
     with pytest.raises(tr.errors.OptionError, match="no value 'mea' to watch. Logged are: 'loss'"):
         model_of().fit(**arrays(), verbose=0, checkpoint=best)
 

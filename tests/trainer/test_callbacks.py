@@ -234,9 +234,9 @@ def test_what_early_stopping_watches():
         trainer.fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping()])
     assert trainer.executions == 0
     with pytest.raises(OptionError, match=r"no value 'maee' to watch. Logged are: 'loss', 'mae'"):
-        trainer.fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping("maee")])
+        trainer.fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping("maee", mode="min")])
     assert trainer.step < len(ELEMENTS)
-    stopping = tr.callbacks.EarlyStopping("val_maee")
+    stopping = tr.callbacks.EarlyStopping("val_maee", mode="min")
     with pytest.raises(OptionError, match=r"no value 'val_maee' to watch. Logged are: 'val_loss'"):
         trainer.fit(ELEMENTS, validation_data=HELD_OUT, callbacks=[stopping])
     with pytest.raises(OptionError, match="mode is 'auto', 'min' or 'max'"):

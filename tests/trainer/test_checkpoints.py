@@ -407,7 +407,7 @@ def test_the_best_of_a_value_that_there_is_not(tmp_path):
         trainer_of().fit(shuffled(), epochs=1, checkpoint=best)
     assert not (tmp_path / "kept").exists()
     for name, data in (("worstt", None), ("val_worstt", HELD_OUT)):
-        best = tr.Checkpoint(tmp_path / name, best=name)
+        best = tr.Checkpoint(tmp_path / name, best=name, mode="min")
         with pytest.raises(OptionError, match=f"There is no value '{name}' to watch. Logged are: "):
             trainer_of().fit(shuffled(), epochs=1, checkpoint=best, validation_data=data)
 

@@ -565,12 +565,6 @@ def test_params_that_are_not_arrays():
         tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), model_state={"name": "bn"})
 
 
-def test_microbatches_without_any_weight_change_nothing():
-    trainer = trainer_of(accumulation=tr.Accumulation(2, weight=lambda x, y: 0.0))
-    trainer.fit(ELEMENTS, steps=2)
-    assert_bits_equal(trainer.params, mlp())
-
-
 def test_large_weights_do_not_overflow_narrow_accumulators():
     def weight(x):
         return 40_000.0

@@ -96,12 +96,50 @@ def test_bad_steps_in_a_row_may_come_from_the_state():
         trainer.fit(elements(bad=()), steps=16)
 
 
-def test_a_guard_that_stops_wins():
-    guards = [tr.stop_on_nonfinite("grad/*", "skip"), tr.stop_on_nonfinite("loss")]
-    trainer = trainer_of(observe=guards, on_nonfinite=None)
+def test_several_guards_that_skip_have_the_smallest_limit():
+    for limits, step in (((3, 0), 3), ((1, 9), 9), ((10, 2), None)):
+        guards = [
+            tr.stop_on_nonfinite(select, "skip", limit)
+            for select, limit in zip(("loss", "grad/*"), limits, strict=True)
+        ]
+        trainer = trainer_of(observe=guards, on_nonfinite=None)
+        if step is None:
+            trainer.fit(elements(), steps=16)
+            assert list(np.flatnonzero(trainer.history["skipped"])) == [3, 9]
+            continue
+        with pytest.raises(NonFiniteError, match=f"more than limit={min(limits)}") as error:
+            trainer.fit(elements(), steps=16)
+        assert error.value.step == step
+
+
+def test_guards_that_disagree_are_refused():
+    """Before anything trains, whichever comes first, and also with the short form."""
+    stop, skip = tr.stop_on_nonfinite("param/*"), tr.stop_on_nonfinite("loss", "skip")
+    for observe, on_nonfinite in (([stop, skip], None), ([skip, stop], None), ([stop], "skip")):
+        with pytest.raises(
+            OptionError, match="all skip or all stop. Received: .*'param/.*: 'stop'"
+        ):
+            trainer_of(observe=observe, on_nonfinite=on_nonfinite)
+    with pytest.raises(
+        OptionError, match="'stop' stops at the first. Received: limit=3 with 'stop'"
+    ):
+        tr.stop_on_nonfinite(limit=3)
+    bundles = [tr.stop_on_nonfinite(select, bundle=select) for select in ("loss", "param/*")]
+    with pytest.raises(
+        OptionError, match=r"one bundle. Received: bundle='loss' and bundle='param/"
+    ):
+        trainer_of(observe=bundles, on_nonfinite=None)
+
+
+def test_several_guards_that_stop(tmp_path):
+    """The first bad step of any of them; the bundle of whichever asks for one."""
+    pytest.importorskip("safetensors")
+    bundle = tmp_path / "bundle"
+    guards = [tr.stop_on_nonfinite("param/*"), tr.stop_on_nonfinite("loss", bundle=bundle)]
+    trainer = trainer_of(observe=guards, on_nonfinite="stop")
     with pytest.raises(NonFiniteError, match="Not finite in step 3"):
         trainer.fit(elements(), steps=16)
-    assert trainer.step == 3
+    assert read_bundle(bundle)[1]["step"] == trainer.step == 3
 
 
 def test_what_cannot_be():

@@ -18,6 +18,7 @@ import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batch_recipe import BatchRecipe
+from tailrace.data.narrowing import narrowed
 from tailrace.devices.devices import Device
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
@@ -76,10 +77,10 @@ class HostBlocks(Blocks):
     def read(self, source: BatchIterator, count: int, spec: ElementSpec) -> tuple[Block, int]:
         """Batches, stacked."""
         tree, done = source.read(count, allocate)
-        leaves = zip(jax.tree.leaves(tree), spec.leaves, strict=True)
+        leaves = zip(jax.tree.leaves(tree), spec.leaves, spec.paths, strict=True)
         # Batches have the dtypes of the arrays; a device has 64 bits only if JAX was configured for
         # them.
-        return [leaf.astype(form.dtype, copy=False) for leaf, form in leaves], done
+        return [narrowed(leaf, form.dtype, path) for leaf, form, path in leaves], done
 
     def join(self, blocks: Sequence[Block], spec: ElementSpec) -> Block:
         """Blocks, one after the other, in one allocation."""

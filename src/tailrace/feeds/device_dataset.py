@@ -18,6 +18,7 @@ import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
+from tailrace.data.narrowing import narrowed
 from tailrace.devices import devices
 from tailrace.errors import DataError
 from tailrace.feeds.blocks import Blocks, batch_spec
@@ -93,11 +94,10 @@ class IndexBlocks(Blocks):
         whole: Any = sharding
         if isinstance(sharding, jax.sharding.NamedSharding):
             whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-        leaves = zip(
-            jax.tree.leaves(self._batches.arrays), batch_spec(self._batches).leaves, strict=True
-        )
+        spec = batch_spec(self._batches)
+        leaves = zip(jax.tree.leaves(self._batches.arrays), spec.leaves, spec.paths, strict=True)
         return tuple(
-            jax.device_put(leaf.astype(form.dtype, copy=False), whole) for leaf, form in leaves
+            jax.device_put(narrowed(leaf, form.dtype, path), whole) for leaf, form, path in leaves
         )
 
 

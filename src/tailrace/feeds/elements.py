@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,6 +65,12 @@ class ElementSpec:
         # dataset that changes between 32 and 64 bits is a mistake even if both are narrowed alike.
         leaves = tuple(jax.ShapeDtypeStruct(a.shape, _narrowed(a.dtype)) for a in arrays)
         return cls(structure, leaves, paths, tuple(a.dtype for a in arrays))
+
+    @functools.cached_property
+    def narrows(self) -> bool:
+        """Whether a leaf has another dtype on the device."""
+        pairs = zip(self.leaves, self.dtypes, strict=True)
+        return any(leaf.dtype != dtype for leaf, dtype in pairs)
 
     @property
     def nbytes(self) -> int:

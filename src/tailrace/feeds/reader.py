@@ -20,6 +20,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
+from tailrace.data.narrowing import store_narrowed
 from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
@@ -350,8 +351,17 @@ class Reader:
         leaves = element
         if not self._is_plain(element):
             leaves = self._spec.conform(element, self._from + self._produced - 1)
+        if self._spec.narrows:
+            for leaf, target, path, dtype in zip(
+                leaves, block, self._spec.paths, self._spec.dtypes, strict=True
+            ):
+                if dtype == target.dtype:
+                    target[row] = leaf
+                else:
+                    store_narrowed(target, row, leaf, path)  # without a second copy
+            return
         for leaf, target in zip(leaves, block, strict=True):
-            target[row] = leaf  # also narrows 64 bits, without a second copy
+            target[row] = leaf
 
     def _is_plain(self, element: Tree) -> bool:
         """Whether an element is the expected tuple of arrays; cheaper than flattening a tree."""

@@ -44,6 +44,7 @@ from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
 from tailrace.keras.programs.train import Training
+from tailrace.keras.settings.distribution import check_not_distributed
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
@@ -51,7 +52,6 @@ from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
-from tailrace.trainer.observation.monitoring import Monitor
 
 ASSET = "tailrace.json"
 """The file with the model's settings, among the assets of a saved model."""
@@ -252,8 +252,8 @@ class Adopted(Setters, Assigning, LookingBack):
             return backups_of(call, self.kept_fits, per_step)
         checkpoint = as_checkpoint(checkpoint)
         validates = call["validation_data"] is not None or bool(call["validation_split"])
-        if checkpoint.best is not None:
-            Monitor(checkpoint.best).check_validates("tr.Checkpoint", "best", validates)
+        if (monitor := checkpoint.monitor()) is not None:
+            monitor.check_validates("tr.Checkpoint", "best", validates)
         kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
             raise OptionError(
@@ -386,6 +386,7 @@ class Adopted(Setters, Assigning, LookingBack):
         """Whether Keras' loop runs a model, because it needs something no device program can do."""
         reason = self._reason(mode)
         if reason is None:
+            check_not_distributed(self.model)
             return False
         self.settings.check_keras_loop(reason)
         note_once(

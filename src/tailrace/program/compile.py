@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
+from tailrace.devices.placed import CLOSED_OVER, check_placed
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.array_trees import types_of
@@ -132,6 +133,7 @@ class Program:
         traced = version.traced
         # Made for each call: a program has no state of its own but its counter of steps.
         state = LoopState(dict(zip(traced.jaxpr.constvars, version.consts, strict=True)))
+        check_placed("Arguments of a program", args, self.placement.devices)
         leaves = self.placement.put(jax.tree.leaves(args))
         state.values.update(zip(traced.jaxpr.invars, leaves, strict=True))
         self.records.clear()
@@ -255,6 +257,7 @@ class _Version:
         named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
         with names_listed_by("program.records.names, after a call with observe='*'"):
             self.sight = look(traced, taps, named)
+        check_placed(CLOSED_OVER, traced.consts, placement.devices)
         self.consts = placement.put(traced.consts)
         loops = top_loops(traced)
         self.has_loops = any(

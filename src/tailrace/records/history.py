@@ -102,13 +102,29 @@ class History:
             weights: their weights in a mean.
             steps: the indices of the steps, if they are not consecutive.
         """
+        before = len(self)
         for name, value in values.items():
-            self._columns.setdefault(name, Column()).append(value, self._file)
-        if weights is not None:
-            self._weights = self._weights or Column()
-            self._weights.append(weights, self._file)
+            self._column(name, before, value).append(value, self._file)
+        for name in self._columns.keys() - values.keys():
+            self._columns[name].append(_missing(values["loss"]), self._file)
+        if weights is not None or self._weights is not None:
+            # Without weights all counted alike.
+            one = np.ones_like(values["loss"], np.float64) if weights is None else weights
+            if self._weights is None:
+                self._weights = Column()
+                if before:
+                    self._weights.append(np.ones((before, *one.shape[1:])), self._file)
+            self._weights.append(one, self._file)
         # Only a history read from a run directory has gaps; there all steps come at once.
         self._steps = steps if steps is not None else self._steps
+
+    def _column(self, name: str, before: int, value: np.ndarray) -> Column:
+        """The column of a value; of one that earlier steps did not have, NaN for these."""
+        if name not in self._columns:
+            self._columns[name] = Column()
+            if before:
+                self._columns[name].append(_missing(value[:1], before), self._file)
+        return self._columns[name]
 
     def each(self, name: str) -> np.ndarray:
         """The values of every microbatch and replica: [steps, microbatches, replicas].
@@ -236,6 +252,12 @@ class History:
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
 
 
+def _missing(like: np.ndarray, steps: int | None = None) -> np.ndarray:
+    """NaN for steps that did not have a value: a resumed script may log others."""
+    shape = like.shape if steps is None else (steps, *like.shape[1:])
+    return np.full(shape, np.nan, like.dtype if like.dtype.kind == "f" else np.float32)
+
+
 def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """One value per step: the mean over its microbatches and replicas.
 
@@ -256,7 +278,9 @@ def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
     wide = values.astype(np.float64, order="C")
     if weights is not None:
         weights = np.ascontiguousarray(weights)
-        mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
+        # Of weights that are all 0 there is no mean: the fit reports them.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
     else:
         mean = wide.mean(axis=(1, 2))
     return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)

@@ -121,7 +121,7 @@ class RunWriter:
 
         Returns:
             A function that waits until everything before it is on disk, and returns the number of rows
-            of each table, for `take_up`.
+            of each table and whose they are, for `take_up`.
         """
         mark = Mark()
         # No thread writes, so the tables can be asked directly.
@@ -130,7 +130,7 @@ class RunWriter:
 
         def rows() -> dict[str, Any] | None:
             self.flush()
-            return mark.rows
+            return None if mark.rows is None else {**mark.rows, "run": self._identity}
 
         return rows
 
@@ -160,10 +160,42 @@ class RunWriter:
         Args:
             end: the position of a mark; rows after it are cut off, because they come again. None: the
                 fit had no run.
+
+        Raises:
+            RunError: the run in the directory is not that of the mark.
         """
+        self.check_belongs(end)
         # Later fits of this writer continue its own tables.
         if self._tables is None and end is not None:
             self._taken_up = end
+
+    def check_belongs(self, end: Mapping[str, Any] | None) -> None:
+        """Refuse to continue another run than that of a mark: its rows would be cut off."""
+        if end is None:
+            return
+        run = end.get("run")
+        if not self.holds_a_run:
+            if run is not None and self._tables is None:
+                # Begun again, it still belongs to these checkpoints, should the process be killed
+                # before the next one of them.
+                self._identity = str(run)
+            return
+        with self._sentence("cannot be read"):
+            info = read_info(self.directory)
+        theirs, ours = info.get("checkpoint"), end.get("checkpoint")
+        if run is None:
+            # Of earlier versions the mark does not say whose it is. The run says where its checkpoints
+            # are; if they are no longer there, both may have been moved.
+            same = theirs in (None, ours) or not os.path.isdir(str(theirs))
+        else:
+            same = info.get("run") == run
+        if not same:
+            raise RunError(
+                f"A run directory belongs to one training, and {str(self.directory)!r} has the run of "
+                f"another one than the checkpoints in {ours!r} (its own: {theirs!r}). To resume would "
+                f"cut off its rows. Give run_dir= the directory of this training, which may have been "
+                f"moved, or a new one."
+            )
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
         """Record that training went back to a step; the next fit cuts off later rows. Between fits.
@@ -172,7 +204,7 @@ class RunWriter:
             step: rows of this step and later ones are cut off.
             said: the entry for `interventions.json`.
         """
-        if not self._holds_a_run():
+        if not self.holds_a_run:
             return
         with self._sentence("cannot be written"):
             self._place.hold()
@@ -213,7 +245,7 @@ class RunWriter:
                 self._lock.acquire()
                 if self._tables is not None:
                     self._check_same_run()
-                elif self._taken_up and self._holds_a_run():
+                elif self._taken_up and self.holds_a_run:
                     self._identity = str(read_info(self.directory).get("run"))
                     self._tables = RunTables.reopened(self._place, self._taken_up)
                 else:
@@ -247,7 +279,7 @@ class RunWriter:
 
     def _remove_unfinished(self, info: Mapping[str, Any]) -> None:
         """Remove what a process left that was killed before its training had begun."""
-        if self._holds_a_run():
+        if self.holds_a_run:
             if not self._never_began(info):
                 return
             put_files(self._place, {CREATING: b""})
@@ -301,11 +333,13 @@ class RunWriter:
 
     def _check_same_run(self) -> None:
         """Between fits the directory is not held, and another one may have taken its name."""
-        there = self._holds_a_run() and read_info(self.directory).get("run")
+        there = self.holds_a_run and read_info(self.directory).get("run")
         if there != self._identity:
             raise self._place.not_the_same("was replaced by another one")
 
-    def _holds_a_run(self) -> bool:
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether there is a run in the directory, of this writer or of another one."""
         return (self.directory / RUN_FILE).exists()
 
     def _count_write(self) -> None:

@@ -181,6 +181,12 @@ class StopOnNonfinite:
                 f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
             )
         check_count("limit", self.limit, at_least=0, error=OptionError, more=" (steps)")
+        if not self.skips and self.limit != StopOnNonfinite.limit:
+            raise OptionError(
+                f"limit is the number of steps that on_nonfinite='skip' may skip, and "
+                f"on_nonfinite='stop' stops at the first. Received: limit={self.limit} with 'stop'. "
+                f"Give on_nonfinite='skip' too, or leave limit out."
+            )
         if self.bundle is not None:
             check_path("bundle", self.bundle)
             if self.skips:
@@ -244,7 +250,8 @@ def stop_on_nonfinite(
         select: the tensors.
         on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` lists it, and
             training continues.
-        limit: the number of steps of a fit that may be skipped before it stops.
+        limit: with "skip", the number of steps of a fit that may be skipped before it stops. Of several
+            guards the smallest limit counts; all of them skip, or all stop.
         bundle: with "stop", a new directory to write the bad step to: the state before it, its
             elements, seed and step; `trainer.replay_bundle` runs it on another machine. If it exists,
             the bundle is written beside it: `bundle-2`.
@@ -352,6 +359,8 @@ def choose(
             # Records are found by tensor and kind; a second one of the same would silently replace the
             # first.
             if one.key in chosen and chosen[one.key].tap != tap:
+                if isinstance(tap, StopOnNonfinite):
+                    continue  # guards of a trainer all stop or all skip: the flag is the same
                 raise OptionError(
                     f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
                     f"twice, with different modes. Narrow one of the selections."

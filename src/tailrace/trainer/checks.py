@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,29 @@ def check_numbers(
                 if is_tapped([guard], name, jax.typeof(leaf)):
                     raise _guarded_twice(guard, name)
     return scale, precision
+
+
+def check_guards(taps: Sequence[AnyTap]) -> StopOnNonfinite | None:
+    """The guards as one: what each selects, the smallest limit, the one bundle; None without any."""
+    guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)]
+    if len(guards) < 2:
+        return guards[0] if guards else None
+    if len({guard.skips for guard in guards}) > 1:
+        each = ", ".join(f"{guard.select!r}: {guard.on_nonfinite!r}" for guard in guards)
+        raise OptionError(
+            f"A bad step is skipped or it stops the training, so the guards of a trainer all skip or "
+            f"all stop. Received: {each}. Give them the same on_nonfinite=; with 'skip', limit= says "
+            f"after how many bad steps to stop."
+        )
+    bundles = list(dict.fromkeys(os.fspath(g.bundle) for g in guards if g.bundle is not None))
+    if len(bundles) > 1:
+        raise OptionError(
+            f"A bad step stops the training once, and is written to one bundle. Received: bundle="
+            f"{bundles[0]!r} and bundle={bundles[1]!r}. Give one of them."
+        )
+    every = [guard.select for guard in guards]
+    limit = min(guard.limit for guard in guards)
+    return StopOnNonfinite(every, guards[0].on_nonfinite, limit, bundles[0] if bundles else None)
 
 
 def _guarded_twice(guard: StopOnNonfinite, name: str) -> OptionError:

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 
 from tailrace.data.counts import check_seed
 from tailrace.data.trees import Tree
+from tailrace.devices.devices import available
+from tailrace.devices.placed import check_placed
 from tailrace.errors import OptionError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -44,9 +46,10 @@ from tailrace.program.step.update_rule import Optimizer
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import GradientDigest, Observe, StopOnNonfinite, parse_taps
+from tailrace.taps.tap import GradientDigest, Observe, parse_taps
 from tailrace.trainer.checks import (
     check_gives_loss,
+    check_guards,
     check_model,
     check_numbers,
     check_replica_state,
@@ -119,10 +122,13 @@ class Engine:
         )
         self.seed, self.step, self.optimizer = check_seed(seed), 0, optimizer
         self.taps = parse_taps(observe)
+        self.guard = check_guards(self.taps)
+        """The guards against values that are not finite, as one."""
         self.accumulation = Accumulation.of(accumulation)
         # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
         placement, pipelined = placement_of(self.pipeline, replicas), self.pipeline is not None
+        self._check_placed(params, model_state, placement)
         params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
         # than one device.
@@ -164,6 +170,12 @@ class Engine:
         self.sentinel = Sentinel(share, digests, self.seed) if sentinel is not None else None
         self._programs, self._collector = self._parts(placement)
 
+    def _check_placed(self, params: Tree, model_state: Tree, placement: Placement) -> None:
+        """Refuse values that are sharded, or on other devices, which they would leave silently."""
+        here = placement.devices if self.pipeline is None else available()
+        check_placed("params", params, here)
+        check_placed("model_state", model_state, here)
+
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
         """What advances the state, and what reads the results."""
         step, taps = self.step_function, self.taps
@@ -188,6 +200,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        self._check_placed(state.params, state[1:], self.placement)
         self.replace(dict(enumerate(jax.tree.leaves(state))))
 
     @property
@@ -286,13 +299,6 @@ class Engine:
     def sight(self) -> Sight:
         """The tensors that taps select in the current program."""
         return self._programs.sight(self.runner)
-
-    @property
-    def guard(self) -> StopOnNonfinite | None:
-        """The guard against values that are not finite; of several, one that stops."""
-        found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
-        # False sorts first: a guard that stops wins over one that skips.
-        return min(found, key=lambda tap: tap.skips, default=None)
 
     @property
     def guarded(self) -> bool:

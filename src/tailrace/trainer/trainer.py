@@ -199,13 +199,15 @@ class Trainer(Measuring, LookingBack):
     def state(self) -> TrainState:
         """Copies of parameters, optimizer state and model state.
 
-        Set it to change any of them, also in a callback; structure, shapes and dtypes stay.
+        Set it to change any of them, also in a callback; structure, shapes and dtypes stay. Another
+        thread than that of a running fit may not.
         """
         with self._fits.reading():
             return self.engine.copied(self.engine.state)
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        self._fits.check_thread("a state that is set")
         self.engine.state = check_state(self.engine.state, state)
 
     @property
@@ -300,7 +302,9 @@ class Trainer(Measuring, LookingBack):
 
         Raises:
             OptionError: there is no pipeline, or its inputs have another form.
+            ProgramError: another thread runs a fit.
         """
+        self._fits.check_thread("inputs that are set")
         self.engine.set_inputs(inputs)
 
     def tensors(self, example: Tree = None) -> Catalogue:
@@ -413,7 +417,9 @@ class Trainer(Measuring, LookingBack):
 
         Raises:
             CheckpointError: the path is taken, or cannot be written.
+            ProgramError: another thread runs a fit.
         """
+        self._fits.check_thread("a state that is saved")
         with self._fits.reading():
             save_state(self.engine, self._fits.epochs, path)
 
@@ -448,9 +454,10 @@ class Trainer(Measuring, LookingBack):
             fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or the
                 result of a loss function. None: the trainer's `eval_fn`, or else the loss function.
             combine: how values of batches are combined. None: scalars and arrays of floats are averaged
-                over all rows, arrays of integers are summed. "mean", "sum", "max", "min", "last", an
-                object with `init()`, `update(state, value)` and `result(state)`, or a function of all
-                values; a dict has rules by name.
+                over all rows, arrays of integers are summed. With `tr.Accumulation(weight=)`, the loss
+                and `eval_fn` are averaged by these weights instead of rows, as in training. "mean",
+                "sum", "max", "min", "last", an object with `init()`, `update(state, value)` and
+                `result(state)`, or a function of all values; a dict has rules by name.
             timeout_s: the longest wait for an element, as in `fit`.
 
         Returns:
@@ -462,9 +469,11 @@ class Trainer(Measuring, LookingBack):
                 `timeout_s` is not a time.
             ProgramError: values of batches have different shapes, and cannot be combined.
         """
-        fn = self._eval_fn if fn is None else self._bound.function(fn)
+        # A function of another kind may take other batches, and has its own mean.
+        weighted, fn = fn is None, self._eval_fn if fn is None else self._bound.function(fn)
         with self._fits.reading():
-            return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine, timeout_s)
+            read = self.engine.read()
+            return self._evaluator.evaluate(dataset, fn, read, combine, timeout_s, weighted)
 
     def predict(
         self,

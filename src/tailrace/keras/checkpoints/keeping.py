@@ -36,6 +36,7 @@ from tailrace.trainer.checkpoints.callback_matching import states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.directory import Kept
+from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -46,7 +47,7 @@ from tailrace.trainer.checkpoints.snapshot import (
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.fitting.interrupts import Interrupts
-from tailrace.trainer.observation.monitoring import Monitor
+from tailrace.trainer.showing.option_texts import note_changed
 
 LOOKED_AT = 4
 """An upper bound of the batches of an iterator that Keras reads ahead; it reads two."""
@@ -111,7 +112,7 @@ class Keeping:
     ) -> None:
         self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
-        self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self._monitor = checkpoint.monitor()
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
         self._run_end: Mapping[str, Any] | None = None
@@ -119,6 +120,7 @@ class Keeping:
         self._trained_by: TrainingProgram | None = None
         self._first_step = 0
         self._form: FitForm | None = None
+        self._options: dict[str, str] = {}
         self._epoch_calls: EpochCalls | None = None
         self._looked = 0
         self.looked: Callable[[], int] = int
@@ -154,12 +156,19 @@ class Keeping:
 
     # -- taking up ------------------------------------------------------------------------------
 
-    def take_up(self, form: FitForm, initial_epoch: int) -> int:
-        """Read the directory's checkpoint of this fit; returns the epoch to continue with."""
-        self._form = form
+    def take_up(self, form: FitForm, initial_epoch: int, options: Mapping[str, str]) -> int:
+        """Read the directory's checkpoint of this fit; returns the epoch to continue with.
+
+        Args:
+            form: what must be the same.
+            initial_epoch: the epoch that the fit was asked to begin with.
+            options: what may be another one, and is then said.
+        """
+        self._form, self._options = form, dict(options)
         there = self.read()
         if there is None:
             return initial_epoch
+        directory = self._writer.directory.directory
         kept, self._arrays, note = there
         if KIND not in note:
             raise CheckpointError(
@@ -167,10 +176,13 @@ class Keeping:
                 f"this fit another directory."
             )
         self._note = found = dict(note[KIND])
-        self._run_end = note["run"]
+        self._run_end = run_end_of(note, directory)
         self._check(found, form)
         if self._monitor is not None:
-            self._monitor.best = found["best"]
+            self._monitor.take_up(found.get("watched"), found["best"], "best= of tr.Checkpoint")
+        # Earlier versions did not save options.
+        more = ", but variables, such as a learning rate, are those of the checkpoint"
+        note_changed(found.get("options", {}), options, str(directory), self.finished, more)
         if self.finished:
             if form.epochs < found["epochs"]:
                 note_once(
@@ -452,12 +464,14 @@ class Keeping:
             "batches": form.batches,
             "shuffle": form.shuffle,
             "per_step": form.per_step,
+            "options": self._options,
             "names": program.layout.names,
             "execution": form.execution,
             "step": program.steps,
             "first_step": self._first_step,
             "ended": ended,
             "best": None if self._monitor is None else self._monitor.best,
+            "watched": None if self._monitor is None else self._monitor.recorded(),
             "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
             "callbacks": states,
             "callback_classes": classes,

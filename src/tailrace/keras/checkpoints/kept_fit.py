@@ -12,6 +12,7 @@ from tailrace.keras.checkpoints.callback_states import set_plain_state
 from tailrace.keras.checkpoints.fit_forms import callbacks_in, form_of_fit
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
+from tailrace.keras.checkpoints.option_texts import option_texts
 from tailrace.keras.data.batch_counts import remainders
 from tailrace.keras.handles import AnyAdopted
 from tailrace.keras.keras_internals import PLAIN
@@ -30,7 +31,8 @@ def fit_kept(adopted: AnyAdopted, keeping: Keeping, pacing: Pacing, call: dict[s
         call: the arguments of Keras' `fit`.
     """
     listeners = callbacks_in(call)
-    epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
+    options = option_texts(adopted.model, adopted.settings)
+    epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"], options)
     before = adopted.first_batch.epochs
     keeping.looked = lambda: adopted.first_batch.epochs - before
     # Before Keras looks at the data: it reads the first batches of an iterator to build the model.

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from tailrace.data.dtypes import check_numeric
+from tailrace.data.narrowing import narrowed, store_narrowed
 from tailrace.data.trees import Tree
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds import dispatch_table
@@ -63,11 +64,11 @@ class Form:
     def __post_init__(self) -> None:
         dtypes = [leaf.dtype for leaf in self.spec.leaves]
         # Once: `alone` is called for every batch of a small model.
-        self._parts = list(zip(self.order, dtypes, strict=True))
+        self.parts = list(zip(self.order, dtypes, self.spec.paths, strict=True))
 
     def alone(self, leaves: Sequence[Any]) -> tuple[np.ndarray, ...]:
         """The leaves of one batch as the elements of one iteration, not copied."""
-        return tuple([leaves[n].astype(dtype, copy=False)[None] for n, dtype in self._parts])
+        return tuple([narrowed(leaves[n], dtype, path)[None] for n, dtype, path in self.parts])
 
 
 class Batches:
@@ -245,8 +246,11 @@ class Batches:
         found = 0
         with span("dataset read", batches=count):
             for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
-                for target, n in zip(block, form.order, strict=True):
-                    target[found - 1] = batch_leaves[n]
+                for target, (n, dtype, path) in zip(block, form.parts, strict=True):
+                    if batch_leaves[n].dtype == dtype:
+                        target[found - 1] = batch_leaves[n]
+                    else:
+                        store_narrowed(target, found - 1, batch_leaves[n], path)
         if found < count:
             block = [leaf[:found] for leaf in block]
         return self._moved(form, found, block, replicas, sharding, room)

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
+from tailrace.data.narrowing import narrowed
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
@@ -96,7 +97,7 @@ class Rows:
     def _on_device(self, array: np.ndarray, dtype: DTypeLike, device: Device) -> jax.Array:
         key = (id(array), dtype, device)  # the arrays are kept alive here, so ids stay valid
         if key not in self._kept:
-            self._kept[key] = put(array.astype(dtype, copy=False), device)
+            self._kept[key] = put(narrowed(array, np.dtype(dtype)), device)
         return self._kept[key]
 
 

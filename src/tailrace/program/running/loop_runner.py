@@ -18,6 +18,7 @@ import jax
 
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
+from tailrace.devices.placed import CLOSED_OVER, check_placed
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -97,6 +98,7 @@ class LoopRunner:
         self.origin: Origin | None = None
         """The origin of the latest dispatch, while `keep_elements` is set."""
         self._program, self._loop = program, program.loop
+        check_placed(CLOSED_OVER, self.traced.consts, self.placement.devices)
         self._consts = self.placement.put(self.traced.consts)
         self._executables: dict[Hashable, Executable] = {}
         self.fixed = FixedLoops()

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.data.counts import check_count, member_named, member_of
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
-from tailrace.errors import OptionError
+from tailrace.errors import ElementError, OptionError
 from tailrace.spans.scopes import ACCUMULATION
 
 
@@ -57,8 +58,10 @@ class Accumulation:
             the parameter that returns one.
         reduction: "sum", "mean" or "running_mean".
         weight: a function of a microbatch (called like the loss, without the parameters) that
-            returns its weight, such as its number of tokens. The step then uses the weighted mean
-            over microbatches and replicas, which is correct if they are unequal.
+            returns its weight, such as its number of tokens: a number >= 0, not 0 in all of a step.
+            The step then uses the weighted mean over microbatches and replicas, which is correct if
+            they are unequal; so do `evaluate` and validation, over batches, for the trainer's own
+            functions (the loss, `eval_fn`).
 
     Raises:
         OptionError: an argument has an invalid value.
@@ -78,6 +81,11 @@ class Accumulation:
         count = _check_microbatches("microbatches", self.microbatches)
         object.__setattr__(self, "microbatches", count)
         object.__setattr__(self, "reduction", Reduction.parse(self.reduction))
+        if self.weight is not None and not callable(self.weight):
+            raise OptionError(
+                f"weight= of tr.Accumulation is a function of a microbatch that returns its weight. "
+                f"Received: weight={self.weight!r}. For example weight=lambda x, mask: mask.sum()."
+            )
         if self.weight is not None and self.reduction is Reduction.SUM:
             raise OptionError(
                 "Weights make a weighted mean, so they do not go with reduction='sum'. "
@@ -146,6 +154,29 @@ def apart(grad: jax.Array, number: jax.Array) -> jax.Array:
     if devices.platform() != "cpu":
         return grad
     return grad * jnp.where(number >= 0, 1, 0).astype(grad.dtype)
+
+
+def check_weights(weights: np.ndarray, where: Callable[[tuple[int, ...]], str]) -> None:
+    """Refuse weights with which there is no mean: below 0, not finite, or of one row all 0.
+
+    Args:
+        weights: one row for each mean.
+        where: describes the place of a bad one, for the message, from its index.
+    """
+    rule = "Weights of microbatches, Accumulation(weight=), are numbers >= 0, not all 0 in one mean"
+    bad = np.argwhere(~(np.isfinite(weights) & (weights >= 0)))
+    if len(bad):
+        index = tuple(int(n) for n in bad[0])
+        raise ElementError(
+            f"{rule}. Received: {weights[index]!s} for {where(index)}. Return a number >= 0, such as "
+            f"the number of valid tokens."
+        )
+    empty = np.flatnonzero(weights.reshape(len(weights), -1).sum(axis=1) == 0)
+    if len(empty):
+        raise ElementError(
+            f"{rule}. Received: only 0 for {where((int(empty[0]),))}. Leave such data out of the "
+            f"dataset, or give it a small weight."
+        )
 
 
 def _check_microbatches(name: str, count: object) -> int:

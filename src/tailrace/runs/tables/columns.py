@@ -71,6 +71,7 @@ class Columns:
         *,
         tensors: int | None = None,
         attributes: dict[str, Any] | None = None,
+        missing: float | None = None,
     ) -> None:
         """Create a column of values of `shape`; `dims` names its dims.
 
@@ -81,6 +82,7 @@ class Columns:
             dims: a name for each dim of a row, tensors first.
             tensors: the number of tensors per row; None if a row is one value.
             attributes: the attributes of the array.
+            missing: what rows without a value read as; None: NaN, -1 or 0, by the dtype.
         """
         from tailrace.runs.storage.compression import codecs
 
@@ -89,6 +91,7 @@ class Columns:
         # What rows of a column read as if it was added later, or has no value in them: recognisable
         # as missing.
         fill = {"f": float("nan"), "c": float("nan"), "i": -1}.get(wide.kind, 0)
+        fill = fill if missing is None else missing
         # Readers cast back, so that bfloat16 comes out as it went in.
         own = {"dtype": dtype.name} if wide != dtype else {}
         self._arrays[name] = self.group.create_array(

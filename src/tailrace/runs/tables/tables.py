@@ -198,7 +198,8 @@ class HistoryTable:
         # be broadcast to it.
         split = columns.form("metric0") if "metric0" in columns else tuple(given)
         if weights is not None and "weight" not in columns:
-            columns.add_column("weight", weights.dtype, split, dims)
+            # Steps without weights, of the script as it was before, or is now: all counted alike.
+            columns.add_column("weight", weights.dtype, split, dims, missing=1)
         rows = {"step": first_step + np.arange(count)}
         if elements is not None:
             if "elements" not in columns:

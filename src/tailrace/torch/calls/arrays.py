@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.narrowing import narrowed
 from tailrace.devices import devices
 
 ALIGNMENT = 128
@@ -60,7 +61,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype in _BITS:
         integer, dtype = _BITS[tensor.dtype]
         return tensor.view(integer).numpy().view(dtype)
-    return tensor.numpy().astype(dtype_on_device(tensor.dtype), copy=False)
+    return narrowed(tensor.numpy(), dtype_on_device(tensor.dtype))
 
 
 def is_resident(tensor: torch.Tensor) -> bool:

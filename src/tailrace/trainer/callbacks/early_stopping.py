@@ -28,7 +28,8 @@ class EarlyStopping(Callback):
         monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
         patience: the number of checks in a row without improvement after which to stop; 0 means 1, as
             in Keras.
-        mode: "min", "max", or "auto", which means "max" for names of accuracies and the like.
+        mode: "min", "max", or "auto": less of a "loss" and more of an "accuracy" is better (after
+            `val_` or a scope). Any other name needs "min" or "max".
         min_delta: the smallest change that counts as an improvement.
         restore_best: whether to restore the whole state (parameters, optimizer state, model state,
             step) of the best check at the end of the fit.
@@ -76,7 +77,8 @@ class EarlyStopping(Callback):
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Start over, unless a fit is resumed."""
         # A resumed fit sets them after this, by `set_state`.
-        self.watched.best, self._waited, self._kept = None, 0, None
+        self.watched.begin()
+        self._waited, self._kept = 0, None
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Check a validation value."""
@@ -102,12 +104,15 @@ class EarlyStopping(Callback):
         """For a checkpoint."""
         kept = {f"kept/{i}": leaf for i, leaf in enumerate(self._kept or ())}
         numbers = {"best": self.best, "best_step": self.best_step, "waited": self._waited}
-        return {**numbers, **kept}
+        return {**numbers, "watched": self.watched.recorded(), **kept}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
-        self.watched.best, self.best_step = state["best"], state["best_step"]
-        self._waited = state["waited"]
+        # Checkpoints of earlier versions do not say what was watched.
+        then, best = state.get("watched"), state["best"]
+        if not self.watched.take_up(then, best, "monitor= of EarlyStopping"):
+            return
+        self.best_step, self._waited = state["best_step"], state["waited"]
         kept = [state[f"kept/{i}"] for i in range(sum(k.startswith("kept/") for k in state))]
         self._kept = kept or None
 

@@ -23,6 +23,8 @@ class Checkpoint:
         keep: the number of most recent checkpoints to keep, in addition to those of the start and the
             end.
         best: also keep the best by this logged value ("val_loss", "accuracy"); None for none.
+        mode: "min" or "max", what is best of that value; "auto" knows it of "loss" and "accuracy"
+            (after `val_` or a scope). A resumed fit keeps what its checkpoint recorded.
 
     Raises:
         OptionError: an argument has an invalid value.
@@ -37,6 +39,7 @@ class Checkpoint:
     every: int | str = 1000
     keep: int = 3
     best: str | None = None
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         if not is_path(self.directory):
@@ -49,11 +52,21 @@ class Checkpoint:
             object.__setattr__(self, "every", every)
         keep = check_count("keep", self.keep, at_least=1, error=OptionError)
         object.__setattr__(self, "keep", keep)
-        if self.best is not None:
-            try:
-                Monitor(self.best)
-            except OptionError as error:
-                raise OptionError(f"best= of tr.Checkpoint: {error}") from None
+        self.monitor()  # refused here, before there is a fit
+
+    def monitor(self) -> Monitor | None:
+        """What watches the value of `best=`; None without one."""
+        if self.best is None:
+            if self.mode != "auto":
+                raise OptionError(
+                    f"mode= of tr.Checkpoint says what is best of the value of best=. Received: "
+                    f"mode={self.mode!r} without best=. Give best= too, or leave mode= out."
+                )
+            return None
+        try:
+            return Monitor(self.best, self.mode)
+        except OptionError as error:
+            raise OptionError(f"best= of tr.Checkpoint: {error}") from None
 
     @property
     def seconds(self) -> float | None:

@@ -44,8 +44,7 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.observation.journal import Journal
-from tailrace.trainer.observation.monitoring import Monitor
-from tailrace.trainer.showing.optimizer_text import optimizer_text
+from tailrace.trainer.showing.option_texts import note_changed, option_texts
 
 
 def saving_of(
@@ -133,7 +132,7 @@ class Saving:
     ) -> None:
         self._engine, self._duration = engine, duration
         self._writer = CheckpointWriter(checkpoint, number)
-        self.monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self.monitor = checkpoint.monitor()
         self._fit: FitParts | None = None
         self._element = ""
 
@@ -200,9 +199,9 @@ class Saving:
                 f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
                 key=f"smaller fit {found}",
             )
-        self._note_another_optimizer(fit.get("optimizer"), finished)
+        self._note_changed_options(fit, finished)
         if self.monitor is not None:
-            self.monitor.best = fit["best"]
+            self.monitor.take_up(fit.get("watched"), fit["best"], "best= of tr.Checkpoint")
         return TakenUp(
             progress,
             engine.step,
@@ -212,7 +211,7 @@ class Saving:
             _callback_states(fit["callbacks"], arrays),
             fit.get("callback_classes"),
             finished,
-            note["run"],
+            run_end_of(note, self.directory),
             fit.get("element"),
         )
 
@@ -253,18 +252,16 @@ class Saving:
         }
         self._writer.directory.check_same(here)
 
-    def _note_another_optimizer(self, then: str | None, finished: bool) -> None:
-        """Say that the optimizer is another one: meant, or the directory of another training."""
-        now = optimizer_text(self._engine.optimizer)
-        if then is not None and then != now:
-            what = (
-                "The finished fit is returned" if finished else "The fit continues with the new one"
-            )
-            note_once(
-                f"The checkpoint directory {self.directory!r} was trained with {then}, and this "
-                f"trainer has {now}. {what}; a separate training needs another directory.",
-                key=f"optimizer {self.directory} {now}",
-            )
+    def _note_changed_options(self, fit: Mapping[str, Any], finished: bool) -> None:
+        """Say which options are others: meant, or the directory of another training."""
+        # Earlier versions saved the optimizer alone.
+        said = {"optimizer": fit["optimizer"]} if fit.get("optimizer") else {}
+        then, now = fit.get("options", said), option_texts(self._engine)
+        scaling = self._engine.step_function.loss_scale
+        moving = scaling is not None and not scaling.is_fixed
+        goes_on = moving and then.get("loss_scale") not in (None, now["loss_scale"])
+        more = f", from its scale of {self._engine.loss_scale:g}" if goes_on else ""
+        note_changed(then, now, self.directory, finished, more)
 
     def restore_position(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
@@ -352,7 +349,7 @@ class Saving:
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
                 "element": self._element,
-                "optimizer": optimizer_text(engine.optimizer),
+                "options": option_texts(engine),
                 # Each process reads its own part of the data.
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
@@ -361,10 +358,17 @@ class Saving:
                 "callbacks": states,
                 "callback_classes": classes_of(fit.callbacks),
                 "best": None if self.monitor is None else self.monitor.best,
+                "watched": None if self.monitor is None else self.monitor.recorded(),
             },
         }
         # A mark, not a flush: the writer thread waits for the run directory, training does not.
         return Snapshot(arrays, note, fit.journal.mark())
+
+
+def run_end_of(note: Mapping[str, Any], directory: object) -> dict[str, Any] | None:
+    """Where a run directory was at a checkpoint, and whose it is; None without one."""
+    end = note.get("run")
+    return None if end is None else {**end, "checkpoint": str(directory)}
 
 
 def bring_to(

@@ -84,9 +84,17 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
         as_keys(found[name], keys[name]) if name in keys else jnp.asarray(found[name])
         for name in now
     ]
+    _set_fixed_scale(engine, now, leaves)
     # All leaves at once, after all were checked: a refused checkpoint changes nothing.
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = int(note["step"]), int(note["seed"])
+
+
+def _set_fixed_scale(engine: Engine, now: Mapping[str, Any], leaves: list[Any]) -> None:
+    """A fixed scale is an option, not something that training has found: that of the trainer counts."""
+    rule, name = engine.step_function.loss_scale, "loss_scale/scale"
+    if rule is not None and rule.is_fixed and name in now:
+        leaves[list(now).index(name)] = rule.init().scale
 
 
 def trainer_note(engine: Engine, keys: Mapping[str, str], epochs: int) -> dict[str, Any]:

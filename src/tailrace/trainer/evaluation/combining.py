@@ -2,7 +2,7 @@
 
 | the function returns | `evaluate` returns |
 |---|---|
-| a scalar | the mean over all rows: each batch is weighted by its number of rows |
+| a scalar | the mean over all rows: each batch is weighted by its number of rows, or by `weight=` |
 | an array of integers (a confusion matrix) | the sum, element by element |
 | an array of floats | the mean over all rows, element by element |
 
@@ -58,8 +58,13 @@ class Combined:
         for rule in combine.values() if isinstance(combine, Mapping) else (combine,):
             _check_rule(rule)
 
-    def add(self, values: Mapping[str, np.ndarray], rows: int) -> None:
-        """Add some batches of `rows` rows each: [batches, ...] by name."""
+    def add(
+        self, values: Mapping[str, np.ndarray], rows: int, weights: np.ndarray | None = None
+    ) -> None:
+        """Add some batches of `rows` rows each: [batches, ...] by name.
+
+        In a mean a batch counts by its rows, or by its weight, if there are `weights`: [batches].
+        """
         if not self._collectors:
             self._check_names(values)
             # At the first batch: only then is it known which values there are, and of which dtype.
@@ -67,7 +72,7 @@ class Combined:
                 name: _collector(self._rule(name, value)) for name, value in values.items()
             }
         for name, value in values.items():
-            self._collectors[name].add(name, value, rows)
+            self._collectors[name].add(name, value, rows, weights)
 
     def results(self) -> dict[str, Any]:
         """One value by name; real scalars are floats."""
@@ -100,9 +105,9 @@ class Combined:
 
 
 class _Collector:
-    """Collects stacked values of batches, with the number of rows of each batch."""
+    """Collects stacked values of batches, with the number of rows of each batch, or their weights."""
 
-    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+    def add(self, name: str, values: np.ndarray, rows: int, weights: np.ndarray | None) -> None:
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -113,23 +118,27 @@ class _Total(_Collector):
     """Sums, and means over rows; in double precision, whatever the dtype."""
 
     def __init__(self, mean: bool) -> None:
-        self._mean, self._rows = mean, 0
+        self._mean, self._rows = mean, 0.0
         self._total: Any = None
 
-    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+    def add(self, name: str, values: np.ndarray, rows: int, weights: np.ndarray | None) -> None:
         # Counts are added as integers: float64 is exact only up to 2**53.
         counts = values.dtype.kind in "iub" and not self._mean
         wide = np.int64 if counts else np.result_type(values.dtype, np.float64)
         # The last batch may be smaller: by batches, its rows would count more than others.
-        weight = rows if self._mean else 1
-        part = values.astype(wide).sum(axis=0) * weight
-        self._rows += rows * len(values)
+        if weights is not None and self._mean:
+            with np.errstate(invalid="ignore"):  # a weight that is infinite is reported at the end
+                part = np.tensordot(weights, values.astype(wide), axes=1)
+            self._rows += float(weights.sum())
+        else:
+            part = values.astype(wide).sum(axis=0) * (rows if self._mean else 1)
+            self._rows += rows * len(values)
         if self._total is not None:
             _check_shape(name, np.shape(self._total), np.shape(part), rows)
         self._total = part if self._total is None else self._total + part
 
     def result(self) -> Any:
-        return self._total / max(self._rows, 1) if self._mean else self._total
+        return self._total / (self._rows or 1) if self._mean else self._total
 
 
 def _check_shape(name: str, before: tuple[int, ...], now: tuple[int, ...], rows: int) -> None:
@@ -147,7 +156,8 @@ class _Extreme(_Collector):
     def __init__(self, choose: Callable[[np.ndarray], Any]) -> None:
         self._choose, self._value = choose, None
 
-    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+    def add(self, name: str, values: np.ndarray, rows: int, weights: np.ndarray | None) -> None:
+        del weights
         if self._value is not None:
             _check_shape(name, np.shape(self._value), values.shape[1:], rows)
         # One value is kept, however many batches there are.
@@ -164,8 +174,8 @@ class _OfMetric(_Collector):
     def __init__(self, metric: Metric) -> None:
         self._metric, self._state = metric, metric.init()
 
-    def add(self, name: str, values: np.ndarray, rows: int) -> None:
-        del name, rows
+    def add(self, name: str, values: np.ndarray, rows: int, weights: np.ndarray | None) -> None:
+        del name, rows, weights
         # One call for each batch, as documented: `values` are those of a whole execution, stacked.
         for value in values:
             self._state = self._metric.update(self._state, value)
@@ -180,8 +190,8 @@ class _OfAll(_Collector):
     def __init__(self, function: Callable[[np.ndarray], Any]) -> None:
         self._function, self._parts = function, []
 
-    def add(self, name: str, values: np.ndarray, rows: int) -> None:
-        del name, rows
+    def add(self, name: str, values: np.ndarray, rows: int, weights: np.ndarray | None) -> None:
+        del name, rows, weights
         self._parts.append(values)
 
     def result(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,21 @@ from tailrace.program.running.dispatch_lengths import piece_within
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
+from tailrace.program.step.accumulation import check_weights
 from tailrace.program.step.training_step import Step
 from tailrace.taps.frame import Emission
 from tailrace.trainer.evaluation.combining import Combine, Combined
+
+Shape = Callable[[Any], Any]
+"""What of a function's result is sent out."""
+
+
+class _Weighted(NamedTuple):
+    """What of a function's result is sent out, and the weight of its batch beside it."""
+
+    shape: Shape
+    weight: Callable[[Tree], Any]
+
 
 MOST_RUNNERS = 16
 """The most cached programs: a new lambda for each call would otherwise fill the memory."""
@@ -50,13 +62,25 @@ class Evaluator:
         read: tuple[Tree, Tree],
         combine: Combine,
         timeout_s: float | None,
+        weighted: bool = False,
     ) -> dict[str, Any]:
-        """The combined values of `fn` over all batches, by name."""
-        combined = Combined(combine)
-        shape = _scalars_of if fn is None else _values_of
+        """The combined values of `fn` over all batches, by name.
+
+        With `weighted`, a batch counts by the weight that it has in training, if it has one there.
+        """
+        combined, each = Combined(combine), []
+        shape: Shape | _Weighted = _scalars_of if fn is None else _values_of
         fn = self._loss if fn is None else fn
+        if weighted and self._step.accumulation.weight is not None:
+            shape = _Weighted(shape, self._step.weight)
         for values, spec in self._run(dataset, fn, read, shape, timeout_s):
-            combined.add(values, rows_of(spec))
+            weights = None
+            if isinstance(shape, _Weighted):
+                values, weights = values
+                each.append(weights := weights.astype(np.float64))
+            combined.add(values, rows_of(spec), weights)
+        if each:
+            check_weights(np.concatenate(each)[None], _place_of)
         return combined.results()
 
     def predict(
@@ -128,7 +152,7 @@ class Evaluator:
         dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
-        shape: Callable[[Any], Any] | None,
+        shape: Shape | _Weighted | None,
         timeout_s: float | None,
         live: bool = False,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
@@ -149,7 +173,7 @@ class Evaluator:
         dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
-        shape: Callable[[Any], Any] | None,
+        shape: Shape | _Weighted | None,
         timeout_s: float | None,
         live: bool,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
@@ -223,7 +247,7 @@ class Evaluator:
         dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
-        shape: Callable[[Any], Any] | None,
+        shape: Shape | _Weighted | None,
         timeout_s: float | None,
     ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
         infeed = InfeedQueue(dataset, timeout_s=timeout_s)
@@ -242,7 +266,7 @@ class Evaluator:
         name = "the loss" if own else getattr(fn, "__name__", type(fn).__name__)
 
         def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
-            precision = self._step.precision
+            whole, precision = batch, self._step.precision
             if precision is not None:
                 params, batch, inputs = precision.narrow((params, batch, inputs))
             # Functions of ours take the model state in any case; a user's takes it if there is one.
@@ -259,12 +283,18 @@ class Evaluator:
             check_arrays(f"{name} returns", result)
             if precision is not None:
                 result = precision.widen(result)
+            if isinstance(shape, _Weighted):
+                return shape.shape(result), shape.weight(whole)  # of the batch as it came
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
         # Shown while it compiles, and stored with the compilation.
         runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed
+
+
+def _place_of(index: tuple[int, ...]) -> str:
+    return "all batches that evaluate read" if len(index) == 1 else f"batch {index[1]} of evaluate"
 
 
 def rows_of(spec: ElementSpec) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from tailrace.messages import logger
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
+from tailrace.program.step.accumulation import check_weights
 from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
@@ -307,6 +309,8 @@ class Fit:
             while self._unchecked:
                 self._unchecked.pop().check_logged(self.journal.history.step_names)
             self._count_skipped(results)
+            if results.weights is not None:  # after the journal has what was trained
+                check_weights(results.weights, partial(_place_of, results.first_step))
             if results.failure is not None:
                 # Before the error leaves: the bundle needs the engine's state, which a caller may
                 # train on from.
@@ -378,6 +382,15 @@ class Fit:
         history, first = self.journal.history, self.progress.epoch_start
         found = {name: history[name][first:] for name in history.step_names}
         return {name: float(v.mean(dtype=np.float64)) for name, v in found.items() if len(v)}
+
+
+def _place_of(first_step: int, index: tuple[int, ...]) -> str:
+    """The place of a weight in the training, from its index in those of an execution."""
+    parts = zip(
+        ("step", "microbatch", "replica"), (first_step + index[0], *index[1:]), strict=False
+    )
+    trained = "; the state was trained with it"
+    return ", ".join(f"{name} {number}" for name, number in parts) + trained
 
 
 def _skipped_in(history: History) -> list[int]:

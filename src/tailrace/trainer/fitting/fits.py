@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataExhausted, ElementError, ProducerError, ProgramError
+from tailrace.errors import DataExhausted, ElementError, OptionError, ProducerError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.profiling.timeline.trace import Trace
@@ -52,6 +52,7 @@ class Fits:
         self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
         self._turn = threading.Lock()
+        self._thread: int | None = None  # of the running fit
 
     def check_alone(self) -> None:
         """Raise an error if a fit is running: there is one state, and one place in it."""
@@ -63,10 +64,22 @@ class Fits:
         """The turn of one fit, from its arguments on: another thread may call `fit` meanwhile."""
         if not self._turn.acquire(blocking=False):
             raise _not_alone()
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
+            self._thread = None
             self._turn.release()
+
+    def check_thread(self, what: str) -> None:
+        """Refuse what another thread does to the state of a running fit; a callback may do it."""
+        thread = self._thread
+        if thread is not None and thread != threading.get_ident():
+            raise ProgramError(
+                f"A fit of this trainer is running, and its steps go on meanwhile: {what} from "
+                f"another thread would belong to another step. Do it in a callback, which runs "
+                f"between executions, or after the fit."
+            )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -96,6 +109,12 @@ class Fits:
     ) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
         saving = saving_of(checkpoint, self.kept, self._engine, duration)
+        run_dir = self._journal.run_dir
+        if saving is not None and run_dir is not None and _same_place(run_dir, saving.directory):
+            raise OptionError(
+                f"A run and its checkpoints are in two directories. Received: {run_dir!r} as run_dir= "
+                f"and as checkpoint=. Give another one, such as {os.path.join(run_dir, 'kept')!r}."
+            )
         if saving is not None and saving.monitor is not None:
             saving.monitor.check_validates("tr.Checkpoint", "best", validation.has_data)
         return saving
@@ -193,6 +212,10 @@ class Fits:
             if source.restartable and source.length is None:
                 feed.remaining(1)  # the fit found the end of the pass by reading on
             self._engine.let_go(dataset, feed)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _not_alone() -> ProgramError:

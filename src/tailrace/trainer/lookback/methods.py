@@ -171,7 +171,8 @@ class LookingBack:
             raise OptionError(f"reason is a text. Received: reason={reason!r}.")
         before = self.engine.step
         recorded = recorded_by(self._journal)
-        proved = rewind(self.engine, step, dataset, checkpoint, recorded, self._made)
+        check = self._journal.check_belongs
+        proved = rewind(self.engine, step, dataset, checkpoint, recorded, self._made, check)
         said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
         self._journal.rewind(step, {**said, "proved": proved})
         return proved

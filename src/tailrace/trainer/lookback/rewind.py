@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from tailrace.messages import logger
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.comparison import Comparison
 from tailrace.trainer.lookback.recorded import Recorded, known_of
@@ -22,9 +25,14 @@ def rewind(
     checkpoint: Checkpoint | str | os.PathLike[str],
     recorded: Recorded,
     fits: int | None,
+    check: Callable[[Mapping[str, Any] | None], None],
 ) -> bool | None:
-    """Give an engine the state before a past step; returns whether that is proved."""
+    """Give an engine the state before a past step; returns whether that is proved.
+
+    `check` refuses checkpoints whose run is not that of the run directory, where rows would be cut off.
+    """
     start = nearest(checkpoint, step, fits, before=True)
+    check(run_end_of(start.note, start.directory.directory))
     recorded = known_of(start, max(0, step - 1), recorded, engine)
     rerun = start.rerun(engine, (), dataset, recorded.has_fingerprints)
     comparison, first = Comparison(recorded), rerun.step

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from tailrace.devices.processes import distributed
+from tailrace.messages import counted, note_once
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.records.columns import ValueFile
 from tailrace.records.fingerprints import CHAIN
@@ -69,11 +70,30 @@ class Journal:
         self._is_open = False
 
     def take_up(self, history: History, end: Mapping[str, Any] | None) -> None:
-        """Continue a fit of another process, whose run ended at a mark."""
-        self._set_history(history)
-        self._resumed = True
+        """Continue a fit of another process, whose run ended at a mark.
+
+        Raises:
+            RunError: the run directory has another run.
+        """
         if self.sink is not None:
             self.sink.take_up(end)
+        self._set_history(history)
+        self._resumed = True
+        if isinstance(self.sink, RunWriter) and len(history) and not self.sink.holds_a_run:
+            note_once(
+                f"run_dir={str(self.sink.directory)!r} begins in the middle of a training: the fit is "
+                f"resumed, and its {counted(len(history), 'step')} so far are not in that directory."
+            )
+        elif self.sink is None and end is not None and distributed.writes():
+            note_once(
+                "The fit that is resumed was stored in a run directory. Received: no run_dir=. Its "
+                "steps from here on are not stored; give run_dir= to continue there."
+            )
+
+    def check_belongs(self, end: Mapping[str, Any] | None) -> None:
+        """Refuse a run directory that has another run than that of a mark."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.check_belongs(end)
 
     def _set_history(self, history: History) -> None:
         self.history = history

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tailrace.data.counts import check_number
 from tailrace.errors import OptionError
+from tailrace.messages import note_once
 
-LARGER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "bleu", "rouge")
-"""Parts of names of values of which more is better."""
+MODES = {"loss": "min", "accuracy": "max"}
+"""What is better of the two values whose names decide it."""
 
 VALIDATION = "val_"
 """The beginning of the names of values of validations."""
@@ -20,7 +22,8 @@ class Monitor:
 
     Args:
         name: the name of the value.
-        mode: "min", "max" or "auto", which decides by the name.
+        mode: "min", "max" or "auto", which decides by the name: "loss" and "accuracy", after `val_` or
+            a scope. Any other name needs a mode.
         min_delta: the smallest change that counts as an improvement.
 
     >>> accuracy = Monitor("val_accuracy")
@@ -33,12 +36,8 @@ class Monitor:
             raise OptionError(f"monitor is the name of a logged value. Received: {name!r}.")
         if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
             raise OptionError(f"mode is 'auto', 'min' or 'max'. Received: {mode!r}.")
-        # A metric's own name, without its scope: "accuracy_head/loss" is a loss.
-        last = name.rsplit("/", 1)[-1].lower()
-        larger = mode == "max" or (
-            mode == "auto" and any(part in last for part in LARGER_IS_BETTER)
-        )
-        self.name, self._sign = name, -1 if larger else 1
+        self.name, self._own_mode = name, _mode_of(name) if mode == "auto" else mode
+        self.mode = self._own_mode
         self._delta = abs(check_number("min_delta", min_delta, at_least=None, error=OptionError))
         self.best: float | None = None
 
@@ -89,7 +88,73 @@ class Monitor:
         # As the first value, NaN would stay the best: nothing compares as better.
         if math.isnan(value):
             return False
-        better = self.best is None or self._sign * (self.best - value) > self._delta
+        sign = 1 if self.mode == "max" else -1
+        better = self.best is None or sign * (value - self.best) > self._delta
         if better:
             self.best = value
         return better
+
+    def begin(self) -> None:
+        """Start over, for a fit that starts."""
+        self.mode, self.best = self._own_mode, None
+
+    def recorded(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the value's name, what is better, and the best so far."""
+        return {"name": self.name, "mode": self.mode, "best": self.best}
+
+    def take_up(self, then: Mapping[str, Any] | None, best: float | None, where: str) -> bool:
+        """Continue from a checkpoint: another direction stays as it was, another value begins anew.
+
+        Returns whether it continues.
+
+        Args:
+            then: what `recorded` returned; None of a checkpoint that was saved before there was one.
+            best: the best so far of that checkpoint.
+            where: the option, for messages: "best=".
+        """
+        if then is None:
+            # Which direction it took is not known, except where the name decides.
+            goes_on = best is None or MODES.get(_last(self.name)) == self.mode
+            self.best = best if goes_on else None
+            if not goes_on:
+                note_once(
+                    f"{where} of {self.name!r}: the checkpoint does not say what is better, so that "
+                    f"its best value, {best}, is left out; the best is looked for from here on."
+                )
+            return goes_on
+        if then["name"] != self.name:
+            self.best = None
+            note_once(
+                f"{where} watches {self.name!r} now, and {then['name']!r} in the checkpoint that is "
+                f"resumed: the best is looked for from here on."
+            )
+            return False
+        if then["mode"] != self.mode:
+            note_once(
+                f"{where} of {self.name!r}: the checkpoint that is resumed was saved with "
+                f"mode={then['mode']!r}, which stays. Received: mode={self.mode!r}. For another "
+                f"direction give another directory."
+            )
+        self.mode, self.best = then["mode"], then["best"]
+        return True
+
+
+def _last(name: str) -> str:
+    """A value's own name, without its scope: "accuracy_head/loss" is a loss.
+
+    >>> _last("val_head/loss"), _last("val_accuracy")
+    ('loss', 'accuracy')
+    """
+    return name.rsplit("/", 1)[-1].removeprefix(VALIDATION)
+
+
+def _mode_of(name: str) -> str:
+    """What is better of a value, by its name alone."""
+    mode = MODES.get(_last(name))
+    if mode is None:
+        raise OptionError(
+            f"Whether more or less is better is known of 'loss' and 'accuracy' (after 'val_' or a "
+            f"scope); of any other value it must be said. Received: {name!r} without mode=. Give "
+            f"mode='min' or mode='max'."
+        )
+    return mode
