@@ -51,7 +51,7 @@ class Fits:
         self._pace: Pace | None = None
         self._passed: Saving | None = None  # the latest fit that was finished before
         self._running: Fit | None = None
-        self._turn = threading.Lock()
+        self._turn, self._thread = threading.Lock(), 0
 
     def check_alone(self) -> None:
         """Raise an error if a fit is running: there is one state, and one place in it."""
@@ -63,14 +63,18 @@ class Fits:
         """The turn of one fit, from its arguments on: another thread may call `fit` meanwhile."""
         if not self._turn.acquire(blocking=False):
             raise _not_alone()
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
+            self._thread = 0
             self._turn.release()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Say why the state cannot be read, where another thread reads it while a fit runs."""
+        """Say why the state cannot be read, where it is read in a step that it does not belong to, or by
+        another thread while a fit runs."""
+        self._check_told()
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -82,6 +86,22 @@ class Fits:
                     "after the fit."
                 ) from error
             raise
+
+    def check_sets(self) -> None:
+        """Refuse to set the state where it would replace that of other steps."""
+        # An execution may be in flight, and its state would be overwritten by an older one.
+        if self._turn.locked() and self._thread != threading.get_ident():
+            raise ProgramError(
+                "While a fit runs, its callbacks set the state of the trainer, and no other thread: steps "
+                "that are running would be undone. Set it in a callback, such as on_execution_end, or "
+                "after the fit."
+            )
+        self._check_told()
+
+    def _check_told(self) -> None:
+        told = None if self._running is None else self._running.told
+        if told is not None and self._thread == threading.get_ident():
+            told.check_reads()
 
     def stop(self) -> None:
         """End the current fit after the running execution."""

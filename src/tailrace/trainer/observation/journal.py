@@ -134,9 +134,11 @@ class Journal:
         """Add an execution that has just ended; returns it with the logged values."""
         if self._logged is not None:
             results = self._logged.complete(results)
+        self.history.add(results.scalars, results.weights)
+        if not results.steps:  # its first step was a bad one: nothing happened
+            return results
         for part in results.parts:
             self.records.add(part)
-        self.history.add(results.scalars, results.weights)
         first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
         if marks:
             # Each link depends on all before it: two runs whose last links agree agreed throughout.
