@@ -38,8 +38,8 @@ class Callback:
 
     In each method, `trainer.params` and `trainer.step` are those at the end of the execution that the
     values come from; `on_step_end` can read the state only in the last step of an execution.
-    `trainer.stop()` in a callback ends the fit there. An exception that a method raises ends the fit too:
-    the other callbacks are told what they would have been told, and `fit` raises it.
+    `trainer.stop()` in a callback ends the fit there. An exception that a method raises ends the fit
+    too: the other callbacks are told what they would have been told, and `fit` raises it.
 
     Example:
         >>> import tailrace as tr

@@ -154,8 +154,8 @@ class FitCall:
                 took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
                 self.seconds_per_step = took / (engine.step - first)
         finally:
-            # Also after an error: callbacks close their files there. Not of a fit that has not begun: one
-            # of an earlier fit would end that again.
+            # Also after an error: callbacks close their files there. Not of a fit that has not begun:
+            # one of an earlier fit would end that again.
             history: History = journal.history
             told = self.callbacks if self._begun else []
             tell_all(told, lambda one: one.on_fit_end(fit.trainer, history))

@@ -72,8 +72,8 @@ class Fits:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Say why the state cannot be read, where it is read in a step that it does not belong to, or by
-        another thread while a fit runs."""
+        """Say why the state cannot be read: by another thread while a fit runs, or in a step that it
+        does not belong to."""
         self._check_told()
         try:
             yield
@@ -92,9 +92,9 @@ class Fits:
         # An execution may be in flight, and its state would be overwritten by an older one.
         if self._turn.locked() and self._thread != threading.get_ident():
             raise ProgramError(
-                "While a fit runs, its callbacks set the state of the trainer, and no other thread: steps "
-                "that are running would be undone. Set it in a callback, such as on_execution_end, or "
-                "after the fit."
+                "While a fit runs, its callbacks set the state of the trainer, and no other thread: "
+                "steps that are running would be undone. Set it in a callback, such as "
+                "on_execution_end, or after the fit."
             )
         self._check_told()
 
@@ -180,6 +180,8 @@ class Fits:
                 # Those of the previous fit; the history continues from the checkpoint, records from the
                 # run directory.
                 journal.records.clear()
+                if call.saving is not None:
+                    call.saving.note_later(journal)
                 self._pace.choose_as(taken.pace)
             self._running = call.prepare(trainer, engine, journal, self._pace)
             call.run(self._running, taken, self.steps_per_execution)

@@ -63,17 +63,29 @@ class Journal:
         return str(self.sink.directory) if isinstance(self.sink, RunWriter) else None
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
-        """Start a new history; earlier records are dropped."""
+        """Start a new history; earlier records are dropped.
+
+        A run directory has each step once: rows of this step and later ones, whose steps were undone,
+        are cut off when it is opened.
+        """
+        self._note_going_back(first_step)
         self._set_history(History(first_step, microbatches, replicas))
         self.records.clear()
         self._is_open = False
 
     def take_up(self, history: History, end: Mapping[str, Any] | None) -> None:
         """Continue a fit of another process, whose run ended at a mark."""
+        self._note_going_back(history.first_step)
         self._set_history(history)
         self._resumed = True
         if self.sink is not None:
             self.sink.take_up(end)
+
+    def _note_going_back(self, first_step: int) -> None:
+        """Tell the sink where a fit begins before the end of the last one (`restore`, a best state)."""
+        end = self.history.first_step + len(self.history)
+        if self.sink is not None and end > first_step:
+            self.sink.go_back(first_step, end)
 
     def _set_history(self, history: History) -> None:
         self.history = history
