@@ -342,7 +342,7 @@ def test_killed_while_the_run_directory_is_created(tmp_path, monkeypatch, files)
 
 @pytest.mark.parametrize("kills", [(2,), (4, 3)], ids=str)
 def test_the_run_directory_of_a_trainer_that_went_back(tmp_path, kills):
-    """Steps are made again after `restore`: their numbers do not tell rows apart."""
+    """Steps are made again after `restore`: their rows replace those that were undone."""
 
     def run(trainer, checkpoint, extra):
         start = tmp_path / f"start{len(list(tmp_path.glob('start*')))}"
@@ -357,7 +357,9 @@ def test_the_run_directory_of_a_trainer_that_went_back(tmp_path, kills):
     found = in_pieces(tmp_path / "kept", make, run, kills)
     same(found, expected)
     runs = [tr.open_run(tmp_path / name) for name in ("found", "expected")]
-    assert runs[0].history.steps.tolist() == [*range(6), *range(8)]
+    assert runs[0].history.steps.tolist() == [*range(8)]
+    said = [{"kind": "restore", "step": 0, "from": 6, "reason": "the state was restored"}]
+    assert runs[0].interventions == runs[1].interventions == said
     assert_bits_equal(runs[0].history.loss, runs[1].history.loss)
     for name, kind in runs[1].records:
         a, b = runs[0].records[name, kind], runs[1].records[name, kind]

@@ -108,6 +108,54 @@ def test_training_goes_on_from_there():
     assert np.isfinite(trainer.params).all()
 
 
+def _pipelined():
+    def logs(w, x):
+        return jnp.log(x) * w
+
+    return tr.Pipeline([logs, lambda w, h: ((h @ w - 1) ** 2).mean()], accumulation=4)
+
+
+@pytest.mark.parametrize("where", ["one", "replicas", "pipeline"])
+@pytest.mark.parametrize("length", [4, 3])
+def test_what_is_recorded_ends_before_the_bad_step(tmp_path, where, length):
+    """With executions in flight behind it: in memory, on disk, in outfeeds and fingerprints."""
+    every = tr.Tap("param/*", mode=tr.every(2), reduce="tensor")
+    taps = [tr.Tap("grad/*"), every, tr.Tap("loss", mode="sum", reduce="tensor")]
+    taps.append(tr.Tap("updated/*", mode="final", reduce="tensor"))
+    options = {"replicas": 2, "accumulation": 2} if where == "replicas" else {}
+
+    def fitted(name, guards, **fit):
+        pipelined = where == "pipeline"
+        trainer = tr.Trainer(
+            _pipelined() if pipelined else loss_fn,
+            optax.adam(0.01),
+            [jnp.ones(4), jnp.ones(4)] if pipelined else jnp.ones(4),
+            observe=[*taps, *guards],
+            steps_per_execution=length,
+            fingerprint=True,
+            run_dir=tmp_path / name if name == "stopped on disk" else None,
+            **options,
+        )
+        with contextlib.suppress(NonFiniteError):
+            trainer.fit(tr.batches(examples(), 8), **fit)
+        return trainer
+
+    for name in ("stopped", "stopped on disk"):
+        stopped = fitted(name, [tr.stop_on_nonfinite()])
+        assert stopped.step == {"one": 12, "replicas": 3, "pipeline": 3}[where]
+        plain = fitted("plain", [], steps=stopped.step)
+        assert list(stopped.records) == list(plain.records)
+        for key in plain.records:
+            found, expected = stopped.records[key], plain.records[key]
+            assert found.steps.tolist() == expected.steps.tolist(), key
+            assert_bits_equal(found.values, expected.values)
+        for group, marks in plain.history.fingerprints.items():
+            assert_bits_equal(stopped.history.fingerprints[group], marks)
+    run = tr.open_run(tmp_path / "stopped on disk")
+    assert run.history.steps.tolist() == list(range(stopped.step))
+    assert run.executions["steps"].sum() == stopped.step
+
+
 class BreaksAt(NamedTuple):
     """SGD whose update is NaN in one step, though loss and gradients are finite."""
 

@@ -238,3 +238,66 @@ def test_rates_of_groups_have_their_names():
     history = trainer.fit(list(ROWS[:2]), progress=False)
     assert history["learning_rate/slow"] == pytest.approx([0.01] * 2)
     assert history["learning_rate/fast"] == pytest.approx([0.1] * 2)
+
+
+SCHEDULES = {
+    "inf": lambda step: 1e-2 * step**-0.5,
+    "joined": optax.join_schedules(
+        [optax.linear_schedule(0, 1e-2, 5), lambda step: 1e-2 * (step + 5) ** -0.5], [5]
+    ),
+    "integer": lambda step: step // 2,
+    "constant": lambda step: 0.5,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_called_as_by_an_optimizer(name, tmp_path):
+    """In any execution, by its own step, also after a resume; never with an integer of Python."""
+    schedule = SCHEDULES[name]
+    expected = [float(jax.jit(schedule)(jnp.int32(step))) for step in range(6)]
+
+    def trained(steps):
+        options = {"steps_per_execution": 4, "accumulation": 2, "log": {"learning_rate": schedule}}
+        trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params(), **options)
+        return trainer.fit(list(ROWS), steps=steps, checkpoint=tmp_path / "kept")["learning_rate"]
+
+    for steps in (3, 6):
+        assert_close(trained(steps), np.float32(expected[:steps]))
+
+
+def test_steps_of_many_executions_call_a_schedule_seldom():
+    calls = []
+
+    def counted(step):
+        calls.append(step)
+        return 0.5 / (step + 1)
+
+    trainer = tr.Trainer(
+        loss_fn, optax.sgd(0.1), params(), log={"learning_rate": counted}, steps_per_execution=1
+    )
+    trainer.fit(list(ROWS), steps=24)
+    assert len(calls) == 2  # to know its result, and for the program
+    assert_close(trainer.history["learning_rate"], np.float32(0.5 / (np.arange(24) + 1)))
+
+
+def test_a_schedule_that_decides_by_the_value_of_the_step(caplog):
+    schedule = lambda step: 0.1 if step < 2 else 1 / (step - 3)  # noqa: E731
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params(), log={"learning_rate": schedule})
+    rates = trainer.fit(list(ROWS), steps=5)["learning_rate"]
+    assert_close(rates, np.float32([0.1, 0.1, -1, np.inf, 1]))
+    assert "cannot be called in a compiled program" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        (lambda step: [1, 2], "returns"),
+        (lambda step: 1 / 0, "raises Zero"),
+        (jnp.ones, "raises|ret"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(schedule, what):
+    with pytest.raises(
+        tr.errors.OptionError, match=f"returns one number.*Received: one that {what}"
+    ):
+        tr.Trainer(loss_fn, optax.sgd(0.1), params(), log={"learning_rate": schedule})

@@ -87,6 +87,11 @@ class Sink(Protocol):
         """
         ...
 
+    def go_back(self, step: int, end: int) -> None:
+        """Prepare for a fit that begins at a step before the `end` of the last one: the rows in between
+        were undone, and are cut off."""
+        ...
+
     def execution(self, done: Finished) -> None:
         """Store one execution. Waits if the sink is too slow; raises an earlier error, if any."""
         ...

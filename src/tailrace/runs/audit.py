@@ -16,6 +16,7 @@ import numpy as np
 from tailrace.errors import OptionError, RunError
 from tailrace.messages import counted
 from tailrace.runs.audit_contents import changed_contents
+from tailrace.runs.interventions import BACK
 from tailrace.runs.reader import Run
 from tailrace.runs.tables.tables import READING
 
@@ -129,7 +130,7 @@ def audit(run: Run, dataset: object = None, fit: int | None = None) -> Audit:
         raise OptionError(
             f"fit is the first step of a fit of the run, one of {fits}. Received: fit={fit}."
         )
-    rewinds = [one for one in run.interventions if one["kind"] == "rewind"]
+    rewinds = [one for one in run.interventions if one["kind"] in BACK]
     found = Audit(len(rows), sum(row.resumed for row in rows), sum(row.count for row in rows))
     found.rewinds = [f"to step {one.get('step')}: {one.get('reason')}" for one in rewinds]
     for before, row in zip([None, *rows], rows, strict=False):
@@ -165,7 +166,7 @@ def _rows(run: Run) -> Iterator[Row]:
         )
     names = ("first_step", "steps", *READING)
     rows = [Row(*map(int, values)) for values in zip(*(columns[n] for n in names), strict=True)]
-    back = {one.get("step") for one in run.interventions if one["kind"] == "rewind"}
+    back = {one.get("step") for one in run.interventions if one["kind"] in BACK}
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         if after is not None and after.first_step in back:
             # A rewind may go back into the middle of an execution: what came after is void, and

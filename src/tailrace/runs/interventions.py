@@ -9,6 +9,9 @@ from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.json_lists import read_list, write_list
 
 FILE = "interventions.json"
+BACK = ("rewind", "restore")
+"""The kinds of those after which steps were trained again."""
+
 MOST = 1000
 """The most interventions that are read."""
 

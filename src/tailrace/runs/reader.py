@@ -231,7 +231,8 @@ class Run:
 
     @property
     def interventions(self) -> list[dict[str, Any]]:
-        """Where the user changed its course, with `kind` ("rewind"), `step` and `reason` of each."""
+        """Where training went back: `kind` ("rewind", or "restore" for `trainer.restore` and a best
+        state), `step` and `reason` of each."""
         return read_interventions(self.directory)
 
     @property

@@ -64,6 +64,7 @@ class RunWriter:
         self._tables: RunTables | None = None
         self._queue: WriteQueue | None = None
         self._taken_up: Mapping[str, Any] | None = None
+        self._back: dict[str, Any] | None = None
         self._beside: dict[str, bytes] = {}
         self._compiled: list[Mapping[str, Any]] = []
         self._compiling = threading.Lock()
@@ -165,6 +166,8 @@ class RunWriter:
             RunError: the run in the directory is not that of the mark.
         """
         self.check_belongs(end)
+        if self._back is not None:  # that was recorded when this fit began
+            self._interventions, self._back = self._interventions + 1, None
         # Later fits of this writer continue its own tables.
         if self._tables is None and end is not None:
             self._taken_up = end
@@ -196,6 +199,15 @@ class RunWriter:
                 f"cut off its rows. Give run_dir= the directory of this training, which may have been "
                 f"moved, or a new one."
             )
+
+    def go_back(self, step: int, end: int) -> None:
+        """The next fit begins at a step before the end of the last one: it cuts off rows after it."""
+        if self._queue is not None and self._queue.running:
+            return  # a model that is called step by step has its run open
+        # After `rewind` it does so anyway.
+        if (self._taken_up or {}).get("step", step + 1) > step:
+            reason = "the state was restored"
+            self._back = {"kind": "restore", "step": step, "from": end, "reason": reason}
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
         """Record that training went back to a step; the next fit cuts off later rows. Between fits.
@@ -245,9 +257,11 @@ class RunWriter:
                 self._lock.acquire()
                 if self._tables is not None:
                     self._check_same_run()
+                    if self._back is not None:
+                        self._tables = self._cut_off(self._back, {})
                 elif self._taken_up and self.holds_a_run:
                     self._identity = str(read_info(self.directory).get("run"))
-                    self._tables = RunTables.reopened(self._place, self._taken_up)
+                    self._tables = self._cut_off(self._back, self._taken_up)
                 else:
                     self._remove_unfinished(info)
                     self._refuse_what_is_there()
@@ -255,15 +269,23 @@ class RunWriter:
             except BaseException:
                 self._let_go()
                 raise
-        if self._taken_up is None and not goes_on:
+        if not goes_on and (self._taken_up is None or self._back is not None):
             # A resumed fit continues: its records so far belong to it.
             self._tables.begin_fit()
-        self._taken_up = None
+        self._taken_up = self._back = None
         with self._compiling:
             self._put_compilations()
             opened = _OpenRun(self._place, self._lock, self._tables, self._count_write)
             self._queue = WriteQueue(opened)
         return self._queue
+
+    def _cut_off(self, back: dict[str, Any] | None, end: Mapping[str, Any]) -> RunTables:
+        """The tables up to the position of a mark, without rows of steps that were undone since."""
+        if back is None:
+            return RunTables.reopened(self._place, end)
+        add_intervention(self._place, back, self._interventions)
+        self._interventions += 1
+        return RunTables.reopened(self._place, end, back["step"])
 
     def _created(self, info: Mapping[str, Any]) -> RunTables:
         # First: whatever a killed process leaves next to this file belongs to no run, and the next

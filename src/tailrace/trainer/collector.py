@@ -58,12 +58,14 @@ class Collector:
         sent = self.sent(runner, emitted)
         return {"loss": sent["loss"], **sent["aux"]}
 
-    def results(
-        self, ticket: Ticket, runner: LoopRunner, sight: Sight
-    ) -> tuple[Results, BadStep | None]:
-        """The results of an execution, and the step at which a guard stopped it, if one did.
+    def bad_step(self, ticket: Ticket, runner: LoopRunner) -> BadStep | None:
+        """The step at which a guard stops an execution, if it does; waits for the execution."""
+        if self.guard is None or self.guard.skips:
+            return None
+        return first_bad_step(ticket.emitted, runner.placement.replicas)
 
-        With a bad step, the results are those of all steps: `stopped` cuts them.
+    def results(self, ticket: Ticket, runner: LoopRunner, sight: Sight) -> Results:
+        """The results of an execution; of one without steps, the names of its scalars.
 
         Args:
             ticket: the execution.
@@ -72,36 +74,41 @@ class Collector:
         """
         # A copy: the scalars are taken out of it, and a sentinel reads those of the ticket again.
         replicas, emitted = runner.placement.replicas, dict(ticket.emitted)
-        parts = take_records(
-            emitted,
-            sight.chosen,
-            first_step=ticket.first_step,
-            steps=ticket.steps,
-            replicas=replicas,
-            period=sight.period,
-        )
-        sent = self.sent(runner, emitted)
-        # What is left for outfeeds is the user's.
+        sent, parts = self.sent(runner, emitted), []
         emitted.pop(self.scalars)
-        runner.traced.deliver(emitted)
+        if ticket.steps:
+            parts = take_records(
+                emitted,
+                sight.chosen,
+                first_step=ticket.first_step,
+                steps=ticket.steps,
+                replicas=replicas,
+                period=sight.period,
+            )
+            # What is left for outfeeds is the user's.
+            runner.traced.deliver(emitted)
         values = {"loss": sent["loss"], **sent["aux"]}
-        arrays = {name: self._split(v, replicas) for name, v in values.items()}
+        arrays = {name: self._split(v, replicas)[: ticket.steps] for name, v in values.items()}
         weights = sent["weight"]
         if weights is not None:
             # Sums of weights may count rows, and float32 is exact for counts up to 2**24 only.
-            weights = self._split(weights, replicas).astype("float64")
-        if self.loss_scale is not None and not self.loss_scale.is_fixed:
+            weights = self._split(weights, replicas)[: ticket.steps].astype("float64")
+        if self.loss_scale is not None and not self.loss_scale.is_fixed and ticket.steps:
             note_collapse(float(arrays[SCALE][-1, 0, 0]))
-        bad = self._guarded(arrays, emitted, replicas)
+        if self.guard is not None and self.guard.skips:
+            # One flag a step, in the shape of the losses: all columns of a history have that shape, and
+            # so it goes into checkpoints and run directories like any other.
+            skipped = bad_steps(emitted, replicas)[:, None, None]
+            arrays[SKIPPED] = np.broadcast_to(skipped, arrays["loss"].shape)
         marks, elements = {}, None
-        if self.digests is not None:
+        if self.digests is not None and ticket.steps:
             marks, elements = self.digests.of(ticket, arrays["loss"])
         # A step that is not finite is reported as such: the second run has the same one.
-        if self.sentinel is not None and bad is None:
+        if self.sentinel is not None and ticket.watch is not None:
             again = ticket.watch.emitted
             losses = again and self._split(self.sent(runner, again)["loss"], replicas)
             self.sentinel.check(ticket, marks, arrays["loss"], losses)
-        results = Results(
+        return Results(
             ticket.first_step,
             ticket.steps,
             parts,
@@ -111,22 +118,7 @@ class Collector:
             elements=elements,
             reading=ticket.reading,
         )
-        return results, bad
 
     def _split(self, value: object, replicas: int) -> np.ndarray:
         """An emission as [steps, microbatches, replicas], on the host."""
         return split_emission(value, self.microbatches, replicas)
-
-    def _guarded(
-        self, arrays: dict[str, np.ndarray], emitted: Mapping[Hashable, Emission], replicas: int
-    ) -> BadStep | None:
-        """The step at which the guard stops; a guard that skips adds a column to `arrays` instead."""
-        if self.guard is None:
-            return None
-        if not self.guard.skips:
-            return first_bad_step(emitted, replicas)
-        # One flag a step, in the shape of the losses: all columns of a history have that shape, and
-        # so it goes into checkpoints and run directories like any other.
-        skipped = bad_steps(emitted, replicas)[:, None, None]
-        arrays[SKIPPED] = np.broadcast_to(skipped, arrays["loss"].shape)
-        return None

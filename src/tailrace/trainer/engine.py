@@ -433,19 +433,23 @@ class Engine:
         """
         runner, state = self._state.active
         with ended_within_memory(self, ticket), waiting_for(ticket.ready, "outfeed copy"):
-            results, bad = self._collector.results(ticket, runner, self.sight)
+            bad, failure = self._collector.bad_step(ticket, runner), None
             if bad is not None:
-                results = stopped(
-                    results,
+                ticket, failure = stopped(
                     ticket,
                     bad,
                     runner=runner,
                     state=state,
                     seed=self.seed,
                     microbatches=self.accumulation.microbatches,
+                    digests=self.digests,
                 )
                 # Executions dispatched after the bad one went on from its state: they do not count.
-                self.step = ticket.first_step + results.steps
+                self.step = ticket.first_step + ticket.steps
+                if self.sentinel is not None:  # it expects the state that the whole execution left
+                    self.sentinel.expects(None)
+            results = self._collector.results(ticket, runner, self.sight)
+            results = dataclasses.replace(results, failure=failure)
         if is_traced() and results.steps:
             counter("loss", results.losses[-1])
         return results

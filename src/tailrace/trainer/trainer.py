@@ -227,12 +227,14 @@ class Trainer(Measuring, LookingBack):
     @property
     def model(self) -> Any:
         """A copy of the module that was given as parameters, with the current values."""
-        return self._bound.model(*self.engine.copied(self.engine.read()))
+        with self._fits.reading():
+            return self._bound.model(*self.engine.copied(self.engine.read()))
 
     @property
     def loss_scale(self) -> float | None:
         """The loss scale of the next step; None without loss scaling."""
-        return self.engine.loss_scale
+        with self._fits.reading():
+            return self.engine.loss_scale
 
     @property
     def step(self) -> int:
@@ -503,7 +505,7 @@ class Trainer(Measuring, LookingBack):
             DataError: the dataset repeats without end, breaks a rule, raises, or is late.
         """
         Patience(timeout_s)  # refused now: a live prediction reads nothing yet
-        live, read = check_flag("live", live, error=OptionError), self.engine.read()
+        live = check_flag("live", live, error=OptionError)
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
             fn = self.engine.step_function.outputs
         elif callable(fn):
@@ -513,9 +515,10 @@ class Trainer(Measuring, LookingBack):
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
                 f"as predict(dataset, fn)."
             )
-        # A copy: the caller may continue training while results are read.
         with self._fits.reading():
+            read = self.engine.read()
             if live:
+                # A copy: the caller may continue training while results are read.
                 return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)
             return self._evaluator.predict(dataset, fn, read, timeout_s)
 

@@ -237,21 +237,24 @@ class LoopRunner:
         self.iterations += 1
         return self._latest.run_next(state, elements)
 
-    def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
+    def rewind(
+        self, state: LoopState, origin: Origin, length: int
+    ) -> tuple[dict[Hashable, Emission], Any] | None:
         """Return to the start of a dispatch, and run its first `length` iterations again.
 
-        Their emissions are dropped: they are the same as the first time.
+        Returns what `dispatch` does, of these iterations alone; None without any.
         """
         # The arrays of the origin are intact: an executable with a guard does not donate.
         state.values, state.foreseen = dict(origin.values), None
-        if length:
-            ((feed, block),) = origin.elements.items()
-            each = self._loop.elements[feed]
-            # With the room that the executable has: one of fixed length has none to spare.
-            block = block.cut(length * each)
-            if self._counted(length):
-                block = block.padded((self.capacity or length) * each)
-            self.dispatch(state, length, origin.numbers, 0, origin.period, block)
+        if not length:
+            return None
+        ((feed, block),) = origin.elements.items()
+        each = self._loop.elements[feed]
+        # With the room that the executable has: one of fixed length has none to spare.
+        block = block.cut(length * each)
+        if self._counted(length):
+            block = block.padded((self.capacity or length) * each)
+        return self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(
         self, state: LoopState, period: int, seconds: float, remaining: int | None = None

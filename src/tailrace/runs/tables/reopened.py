@@ -107,6 +107,25 @@ def rows_before(root: ZarrGroup, step: int) -> dict[str, Any]:
     }
 
 
+def fewer(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The smaller of two numbers of rows, for each table; the second if the first has none.
+
+    >>> fewer({"history": 8, "records": [8], "starts": [8]}, {"history": 5, "records": [5, 2]})
+    {'history': 5, 'records': [5], 'starts': [5]}
+    """
+    if not one:
+        return dict(other)
+
+    def least(name: str, count: Any) -> Any:
+        if name not in ("records", "starts"):
+            return min(count, other.get(name, count))
+        # Tables that came after the first position do not count; one that is gone is reported later.
+        rows = [*other["records"], *count[len(other["records"]) :]]
+        return [min(pair) for pair in zip(count, rows, strict=False)]
+
+    return {name: least(name, count) for name, count in one.items()}
+
+
 def _up_to(group: ZarrGroup, by: str, count: int, step: int) -> int:
     if by not in group or not count:
         return 0

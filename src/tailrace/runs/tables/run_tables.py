@@ -20,7 +20,7 @@ from tailrace.runs.storage.files import FORMAT, ZarrGroup, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.executions import join_executions
-from tailrace.runs.tables.reopened import reopen, rows_before
+from tailrace.runs.tables.reopened import fewer, reopen, rows_before
 from tailrace.runs.tables.tables import (
     ExecutionTable,
     HistoryTable,
@@ -72,16 +72,23 @@ class RunTables:
         return tables
 
     @classmethod
-    def reopened(cls, place: HeldDirectory, end: Mapping[str, Any]) -> RunTables:
+    def reopened(
+        cls, place: HeldDirectory, end: Mapping[str, Any], before: int | None = None
+    ) -> RunTables:
         """Existing tables, truncated before anything is appended.
 
         Args:
             place: the directory.
             end: the number of rows of each, as `rows` returns them; or `step`, before which all rows
-                stay.
+                stay. Empty for all there are.
+            before: a step; of the rows up to `end`, those before it stay. None for all.
         """
         store, root = _opened(place, "r+")
-        found = reopen(root, rows_before(root, end["step"]) if "step" in end else end)
+        if "step" in end:
+            end = rows_before(root, end["step"])
+        if before is not None:
+            end = fewer(end, rows_before(root, before))
+        found = reopen(root, end)
         tables = cls(store, root, found.history, found.executions)
         tables._validations = found.validations
         # The keys of tables depend on taps of a trainer that may be gone: tensors find their tables by

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tailrace.errors import ProgramError
 from tailrace.records.history import History
 from tailrace.spans.span import span
 
@@ -36,8 +37,9 @@ class Callback:
     """Override what you need; each method does nothing by default.
 
     In each method, `trainer.params` and `trainer.step` are those at the end of the execution that the
-    values come from. `trainer.stop()` in a callback ends the fit there. An exception that a method
-    raises ends the fit too, and `fit` raises it.
+    values come from; `on_step_end` can read the state only in the last step of an execution.
+    `trainer.stop()` in a callback ends the fit there. An exception that a method raises ends the fit
+    too: the other callbacks are told what they would have been told, and `fit` raises it.
 
     Example:
         >>> import tailrace as tr
@@ -53,7 +55,12 @@ class Callback:
         """Once for each execution."""
 
     def on_step_end(self, trainer: AnyTrainer, step: int, values: dict[str, float]) -> None:
-        """Once for each step, in order, before `on_execution_end`."""
+        """Once for each step, in order, before `on_execution_end`.
+
+        The steps of an execution are over when it is called for the first of them, so the trainer has
+        the state after the last one: to read it before that is an error. Use `on_execution_end`, or
+        `steps_per_execution=1`.
+        """
 
     def on_validation_end(self, trainer: AnyTrainer, logs: dict[str, float]) -> None:
         """After each validation; `logs` has its values as `val_<name>`."""
@@ -81,21 +88,69 @@ def listens(callback: Callback) -> bool:
     return _overrides(callback, "on_step_end") or _overrides(callback, "on_execution_end")
 
 
-def notify(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
+@dataclasses.dataclass
+class Told:
+    """The execution that callbacks are being told of.
+
+    Attributes:
+        first_step: its first step.
+        steps: the number of its steps.
+        step: the step that `on_step_end` is called for; None outside of it.
+    """
+
+    first_step: int
+    steps: int
+    step: int | None = None
+
+    def check_reads(self) -> None:
+        """Refuse to read or set the state in a step that it does not belong to."""
+        last = self.first_step + self.steps - 1
+        if self.step is not None and self.step < last:
+            raise ProgramError(
+                f"In on_step_end the state can be read in the last step of an execution: all steps of "
+                f"one are over when it is called. Received: step {self.step}, of an execution that "
+                f"ended with step {last}. Read it in on_execution_end, or give "
+                f"tr.Trainer(steps_per_execution=1)."
+            )
+
+
+def notify(
+    callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution, told: Told
+) -> None:
     """Call all callbacks for an execution, and for each step if they override that method."""
+
+    def tell(callback: Callback) -> None:
+        # A million steps would be a million calls of an empty method.
+        try:
+            for number in range(execution.steps if _overrides(callback, "on_step_end") else 0):
+                values = {name: float(v[number]) for name, v in execution.values.items()}
+                told.step = execution.first_step + number
+                callback.on_step_end(trainer, told.step, values)
+        finally:
+            told.step = None
+        callback.on_execution_end(trainer, execution)
+
+    tell_all(callbacks, tell)
+
+
+def tell_all(callbacks: Sequence[Callback], tell: Callable[[Callback], None]) -> None:
+    """Call each callback, also after one that raises; then raise the first exception.
+
+    Otherwise a log would lack what the callback before it has raised at.
+    """
+    first: BaseException | None = None
     for callback in callbacks:
-        with calling(callback):
-            # A million steps would be a million calls of an empty method.
-            if _overrides(callback, "on_step_end"):
-                for number in range(execution.steps):
-                    values = {name: float(v[number]) for name, v in execution.values.items()}
-                    callback.on_step_end(trainer, execution.first_step + number, values)
-            callback.on_execution_end(trainer, execution)
-
-
-def calling(callback: Callback) -> Any:
-    """A span in open traces around a callback."""
-    return span("callback", callback=type(callback).__name__)
+        name = type(callback).__name__
+        try:
+            with span("callback", callback=name):
+                tell(callback)
+        except BaseException as error:
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"Then {name} raised {type(error).__name__}: {error}")
+    if first is not None:
+        raise first
 
 
 def _overrides(callback: Callback, name: str) -> bool:

@@ -102,12 +102,19 @@ class CSVLogger(Callback):
         # The file is continued if its rows reach this step: the same training continues. Any other fit
         # starts a new file.
         if trainer.step and 0 <= again < self._written and self._path.exists():
-            self._written, self._resumed = self._written - again, self._resumed or again > 0
+            self._cut(again)
         else:
-            self._names, self._written, self._resumed = ["step"], 0, False
+            self._resumed = self._written > 0  # rows of this object, which were undone
+            self._names, self._written = ["step"], 0
+        self._end = trainer.step
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """The rows of an execution; the last waits for values of a validation."""
+        # A longer fit goes on from the best state of the shorter one, which trained further.
+        again = self._end - execution.first_step
+        waiting = len(self._rows)
+        self._rows = self._rows[: waiting - min(max(0, again), waiting)]
+        self._cut(max(0, again - waiting))
         self._write()
         for number in range(execution.steps):
             values = {name: float(v[number]) for name, v in execution.values.items()}
@@ -121,8 +128,12 @@ class CSVLogger(Callback):
         self._write()
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
-        """Write what is left."""
+        """Write what is left; what was undone goes, even if no row has come after it."""
         self._write()
+        if self._resumed and self._path.exists():
+            with _writing("CSVLogger", self._path):
+                self._rewrite(self._before())
+            self._resumed = False
 
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint: the columns, the number of rows, and the one that waits."""
@@ -134,6 +145,10 @@ class CSVLogger(Callback):
         """From a checkpoint: the next row cuts off later ones, since they come again."""
         self._names, self._written, self._resumed = list(state["names"]), int(state["rows"]), True
         self._rows, self._end = [dict(row) for row in state["waiting"]], int(state.get("end", 0))
+
+    def _cut(self, again: int) -> None:
+        """The last rows of the file will come again: the next row cuts them off."""
+        self._written, self._resumed = self._written - again, self._resumed or again > 0
 
     def _write(self, waiting: int = 0) -> None:
         count = max(0, len(self._rows) - waiting)
@@ -217,31 +232,54 @@ class TensorBoard(Callback):
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Open the file."""
+        # Steps that were undone come again (those that a killed process wrote beyond its checkpoint,
+        # or after which the state was restored), and must be shown once.
+        self._writer = self._opened(purge_step=trainer.step)
+
+    def _opened(self, purge_step: int | None = None) -> Any:
+        """A new file, which sorts behind those that are there."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise MissingDependency(
                 "tr.callbacks.TensorBoard needs tensorboardX: pip install 'tailrace[tensorboard]'."
             ) from error
-        # What a killed process wrote beyond the checkpoint comes again, and must be shown once.
+        there = len(list(self._directory.glob("events.out.tfevents.*")))
         with _writing("TensorBoard", self._directory):
-            self._writer = SummaryWriter(
-                str(self._directory), purge_step=trainer.step or None, flush_secs=_FLUSH_PERIOD
+            return SummaryWriter(
+                str(self._directory),
+                purge_step=purge_step,
+                flush_secs=_FLUSH_PERIOD,
+                # The rest of the name is the second: another fit in it would replace the file.
+                filename_suffix=f".{there:06d}",
             )
+
+    def _add(self, values: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._opened()
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
     def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
         """Loss and metrics of a step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        self._add(values, step)
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Values of a validation."""
         # At the last step before it, as in a history.
-        for name, value in logs.items():
-            self._writer.add_scalar(name, value, max(0, trainer.step - 1))
+        self._add(logs, max(0, trainer.step - 1))
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing; but what a checkpoint covers must be in a file, because it does not come again."""
+        # Only closing waits for the thread that writes. The next value opens another file.
+        self._close()
+        return {}
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None

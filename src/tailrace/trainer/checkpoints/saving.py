@@ -16,7 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.messages import note_once
+from tailrace.messages import counted, note_once
 from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.records.history import History
 from tailrace.spans.span import span
@@ -182,14 +182,16 @@ class Saving:
         progress = Progress(**fit["progress"])
         # A process counts its own elements, and there may be more processes now, or fewer.
         progress.elements = progress.elements * len(fit["positions"]) // distributed.process_count()
-        # Before the state is touched: a checkpoint that is refused leaves the trainer as it was.
-        self._check(note, progress)
-        put_state(engine, arrays, note)
-        count, replicas = engine.accumulation.microbatches, engine.placement.replicas
-        history = history_of(arrays, progress.first_step, count, replicas)
         before = Duration(**fit["duration"])
         # More is asked for than then: the end of that fit is the middle of this one.
         further = _less(before, self._duration)
+        # Before the state is touched: a checkpoint that is refused leaves the trainer as it was.
+        self._check(note, progress)
+        if fit["ended"] and further:
+            self._check_end(int(note["step"]), progress, before)
+        put_state(engine, arrays, note)
+        count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+        history = history_of(arrays, progress.first_step, count, replicas)
         finished = bool(fit["ended"] and not further) or progress.passed(self._duration)
         progress.stopped = progress.stopped and not fit["ended"]  # to be continued, if not finished
         # Without a word, a fit that trains nothing would look like a fault.
@@ -234,6 +236,34 @@ class Saving:
                 )
 
         first_does(check)
+
+    def _check_end(self, step: int, progress: Progress, before: Duration) -> None:
+        """Refuse to continue a fit from its end if that is the state of an earlier step."""
+        trained = progress.first_step + progress.steps
+        if step != trained:
+            raise CheckpointError(
+                f"A longer fit continues from the end of the shorter one, and that in "
+                f"{self.directory!r} trained {counted(trained, 'step')} and ended with the best state, "
+                f"of step {step}: the steps after it would be trained twice. Received: "
+                f"fit({self._duration}) instead of fit({before}). Ask for fit({before}), and train on "
+                f"with a further fit, which begins with step {step}; or give another directory."
+            )
+
+    def note_later(self, journal: Journal) -> None:
+        """Say what a run directory loses where a fit is resumed that others have followed.
+
+        It has failed, and the script went on. Its rows come again, and those of fits that are finished
+        do not.
+        """
+        later = [one for one in self._writer.directory.found() if one.fit > self._writer.fit]
+        if later and journal.run_dir is not None:
+            note_once(
+                f"This fit is resumed, and fits that followed it have rows in the run directory "
+                f"{journal.run_dir!r}, which are cut off: those that the checkpoints in "
+                f"{self.directory!r} cover do not come again. To keep the old directory, stop, and "
+                f"give run_dir a new one.",
+                key=f"later {journal.run_dir}",
+            )
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse a checkpoint of another training."""

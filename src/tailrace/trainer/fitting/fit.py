@@ -27,9 +27,10 @@ from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
     Callback,
     Execution,
-    calling,
+    Told,
     listens,
     notify,
+    tell_all,
 )
 from tailrace.trainer.checkpoints.saving import FitParts, Saving, TakenUp
 from tailrace.trainer.engine import Engine
@@ -98,7 +99,8 @@ class Fit:
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset, self._announced = dataset, ""
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
-        self._skipped = _skipped_in(journal.history)
+        self._skipped, self._over = _skipped_in(journal.history), False
+        self.told: Told | None = None
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
         watched = [getattr(one, "watched", None) for one in callbacks]
@@ -300,31 +302,57 @@ class Fit:
         """Collect results until at most `in_flight` executions are in flight."""
         while len(self._pending) > in_flight:
             try:
-                results = self.journal.add(self.engine.collect(self._pending.popleft()))
+                results = self.engine.collect(self._pending[0])
             except DeviceMemoryError:
-                self._pending.clear()  # they started from what that execution did not make
-                self.progress.steps = self.engine.step - self.progress.first_step
+                self._drop_pending()  # they started from what that execution did not make
                 raise
-            # Which values a step has is known now, long before the epoch is over whose end needs them.
-            while self._unchecked:
-                self._unchecked.pop().check_logged(self.journal.history.step_names)
-            self._count_skipped(results)
+            except Exception:
+                self._pending.popleft()
+                raise
+            # Only now, so that an execution is recorded though an interrupt has ended the wait for it.
+            self._pending.popleft()
+            results = self.journal.add(results)
             if results.weights is not None:  # after the journal has what was trained
                 check_weights(results.weights, partial(_place_of, results.first_step))
             if results.failure is not None:
-                # Before the error leaves: the bundle needs the engine's state, which a caller may
-                # train on from.
+                # Before callbacks: the bundle needs the state, which one of them may change.
                 keep_bundle(self.engine, results.failure)
-                self._pending.clear()  # executions after the bad step changed nothing
-                self.progress.steps = self.engine.step - self.progress.first_step
-                raise results.failure
-            if self.callbacks:
-                values = self.journal.one(results)
-                execution = Execution(results.first_step, results.steps, values)
-                # After the journal has the results: a callback may read `trainer.history` and
-                # records.
-                notify(self.callbacks, self.trainer, execution)
-            self.bar.advance(results.steps, results.scalars["loss"])
+                self._drop_pending()  # executions after the bad step changed nothing
+            try:
+                self._tell(results)
+            except Exception:
+                self._check(results)  # if a guard has stopped, that is the error
+                raise
+            self._check(results)
+
+    def _tell(self, results: Results) -> None:
+        """Tell callbacks of an execution: one that is recorded, so that they can read it."""
+        if self.callbacks and results.steps:
+            values = self.journal.one(results)
+            execution = Execution(results.first_step, results.steps, values)
+            self.told = Told(execution.first_step, execution.steps)
+            try:
+                notify(self.callbacks, self.trainer, execution, self.told)
+            finally:
+                self.told = None
+        self.bar.advance(results.steps, results.scalars["loss"])
+
+    def _check(self, results: Results) -> None:
+        """Raise the error of an execution, if it has one: its steps are recorded, and were told."""
+        if results.failure is not None:
+            raise results.failure
+        # Which values a step has is known now, long before the epoch is over whose end needs them.
+        while self._unchecked:
+            self._unchecked.pop().check_logged(self.journal.history.step_names)
+        self._count_skipped(results)
+
+    def _drop_pending(self) -> None:
+        """Forget executions whose steps do not count; the engine is at the last step that does."""
+        self._pending.clear()
+        progress = self.progress
+        lost = progress.first_step + progress.steps - self.engine.step
+        progress.steps -= lost
+        progress.elements -= lost * self.engine.elements_per_step
 
     def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""
@@ -343,7 +371,8 @@ class Fit:
         if guard is not None and "skipped" in results.scalars and guard.skips:
             bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
             self._skipped += [results.first_step + int(number) for number in bad]
-            if bad.size and len(self._skipped) > guard.limit:
+            if bad.size and len(self._skipped) > guard.limit and not self._over:
+                self._over = True  # once: what is in flight is collected after it
                 raise too_many_skipped(self._skipped, guard.limit)
 
     # -- between executions ---------------------------------------------------------------------
@@ -354,9 +383,8 @@ class Fit:
         with span("validation", step=self.engine.step):
             values = self.validation.run()
         self.journal.add_validation(self.engine.step, values)
-        for callback in self.callbacks:
-            with calling(callback):
-                callback.on_validation_end(self.trainer, dict(self.validation.latest))
+        latest = self.validation.latest
+        tell_all(self.callbacks, lambda one: one.on_validation_end(self.trainer, dict(latest)))
         if self.saving is not None and not self.validation.at_epochs:
             self.saving.look(self.validation.latest)  # at epochs, once they are closed
 
@@ -370,9 +398,8 @@ class Fit:
             self._validate()
         if self.callbacks or self.saving is not None:
             logs = {**self._epoch_means(), **self.validation.latest}
-            for callback in self.callbacks:
-                with calling(callback):
-                    callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
+            epoch = progress.epoch
+            tell_all(self.callbacks, lambda one: one.on_epoch_end(self.trainer, epoch, dict(logs)))
             progress.closed_at = progress.steps  # before a checkpoint that says so
             if self.saving is not None:
                 self.saving.look(logs)

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.program.compiling.compilations import listening
 from tailrace.records.history import History
-from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
+from tailrace.trainer.callbacks.callback import AnyTrainer, Callback, tell_all
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
@@ -57,6 +56,7 @@ class FitCall:
     timeout_s: float | None
     progress: Progress
     seconds_per_step: float | None = None
+    _begun: bool = False
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -112,8 +112,8 @@ class FitCall:
         # Signals are recorded while steps run, and raised again while `_open` closes the journal, which
         # may wait for a disk.
         with self._open(fit, steps_per_execution), fit.interrupts:
-            for callback in self.callbacks:
-                callback.on_fit_begin(fit.trainer)
+            self._begun = True
+            tell_all(self.callbacks, lambda one: one.on_fit_begin(fit.trainer))
             if saving is not None:
                 saving.begin(fit.parts, fresh=taken is None)
                 if taken is not None:
@@ -145,9 +145,7 @@ class FitCall:
             with engine.delivering(), journal.open(info), fit.bar, listening(fit.note_compilation):
                 try:
                     yield
-                except BaseException as error:
-                    if not isinstance(error, TailraceError):
-                        fit.callbacks = []  # the error may come from one of them, or be an interrupt
+                except BaseException:
                     fit.collect()  # steps before the failure are part of the history
                     raise
                 fit.collect()
@@ -156,7 +154,8 @@ class FitCall:
                 took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
                 self.seconds_per_step = took / (engine.step - first)
         finally:
-            # Also after an error: callbacks close their files there.
+            # Also after an error: callbacks close their files there. Not of a fit that has not begun:
+            # one of an earlier fit would end that again.
             history: History = journal.history
-            for callback in self.callbacks:
-                callback.on_fit_end(fit.trainer, history)
+            told = self.callbacks if self._begun else []
+            tell_all(told, lambda one: one.on_fit_end(fit.trainer, history))

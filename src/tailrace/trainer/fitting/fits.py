@@ -80,10 +80,13 @@ class Fits:
                 f"another thread would belong to another step. Do it in a callback, which runs "
                 f"between executions, or after the fit."
             )
+        self._check_told()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Say why the state cannot be read, where another thread reads it while a fit runs."""
+        """Say why the state cannot be read: by another thread while a fit runs, or in a step that it
+        does not belong to."""
+        self._check_told()
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -95,6 +98,11 @@ class Fits:
                     "after the fit."
                 ) from error
             raise
+
+    def _check_told(self) -> None:
+        told = None if self._running is None else self._running.told
+        if told is not None and self._thread == threading.get_ident():
+            told.check_reads()
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
@@ -179,6 +187,8 @@ class Fits:
                 # Those of the previous fit; the history continues from the checkpoint, records from the
                 # run directory.
                 journal.records.clear()
+                if call.saving is not None:
+                    call.saving.note_later(journal)
                 self._pace.choose_as(taken.pace)
             self._running = call.prepare(trainer, engine, journal, self._pace)
             call.run(self._running, taken, self.steps_per_execution)

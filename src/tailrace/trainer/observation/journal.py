@@ -64,7 +64,12 @@ class Journal:
         return str(self.sink.directory) if isinstance(self.sink, RunWriter) else None
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
-        """Start a new history; earlier records are dropped."""
+        """Start a new history; earlier records are dropped.
+
+        A run directory has each step once: rows of this step and later ones, whose steps were undone,
+        are cut off when it is opened.
+        """
+        self._note_going_back(first_step)
         self._set_history(History(first_step, microbatches, replicas))
         self.records.clear()
         self._is_open = False
@@ -75,6 +80,7 @@ class Journal:
         Raises:
             RunError: the run directory has another run.
         """
+        self._note_going_back(history.first_step)
         if self.sink is not None:
             self.sink.take_up(end)
         self._set_history(history)
@@ -94,6 +100,12 @@ class Journal:
         """Refuse a run directory that has another run than that of a mark."""
         if isinstance(self.sink, RunWriter):
             self.sink.check_belongs(end)
+
+    def _note_going_back(self, first_step: int) -> None:
+        """Tell the sink where a fit begins before the end of the last one (`restore`, a best state)."""
+        end = self.history.first_step + len(self.history)
+        if self.sink is not None and end > first_step:
+            self.sink.go_back(first_step, end)
 
     def _set_history(self, history: History) -> None:
         self.history = history
@@ -154,9 +166,11 @@ class Journal:
         """Add an execution that has just ended; returns it with the logged values."""
         if self._logged is not None:
             results = self._logged.complete(results)
+        self.history.add(results.scalars, results.weights)
+        if not results.steps:  # its first step was a bad one: nothing happened
+            return results
         for part in results.parts:
             self.records.add(part)
-        self.history.add(results.scalars, results.weights)
         first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
         if marks:
             # Each link depends on all before it: two runs whose last links agree agreed throughout.

@@ -6,7 +6,8 @@
     tokens_per_second      examples times the second dim of the first integer array of a batch
     mfu                    the model's FLOPs as a fraction of the devices' peak
 
-The first two are taps whose records become columns of the history; the others are derived from time.
+The first two are taps whose records become columns of the history (`schedule` computes a schedule);
+the others are derived from time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tailrace.taps.reductions import norm
 from tailrace.taps.tap import Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
+from tailrace.trainer.observation.schedule import Schedule
 
 RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
     "learning_rate",
@@ -109,6 +111,8 @@ class LoggedValues:
     def __init__(self, asked: Mapping[str, Any], engine: Engine) -> None:
         self._asked, self._engine = asked, engine
         self._last, self._compiled = 0.0, 0.0
+        given: Any = asked.get(RATE)
+        self._schedule = Schedule(given) if callable(given) else None
         if asked.get(RATE) is True and not _has_rate(engine):
             raise OptionError(
                 "log='learning_rate' reads the rate from the optimizer's state, and this has none "
@@ -135,12 +139,8 @@ class LoggedValues:
         own = {part.kind for part in results.parts if part.kind.startswith("log:")}
         values = self._of_taps([part for part in results.parts if part.kind in own])
         shape = results.scalars["loss"].shape
-        schedule: Any = self._asked.get(RATE)
-        if callable(schedule):
-            steps = range(results.first_step, results.first_step + shape[0])
-            # On the host: a schedule is a function of the step alone, and this one is only for the
-            # log.
-            values[RATE] = np.array([float(np.asarray(schedule(step))) for step in steps])
+        if self._schedule is not None:
+            values[RATE] = self._schedule.values(results.first_step, shape[0])
         rates = self._rates(results.steps / seconds)
         values.update({name: np.full(shape[0], rate) for name, rate in rates.items()})
         columns = {

@@ -21,7 +21,8 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
 from tailrace.taps.wanted import FiniteKey, fine
-from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.executions import Ticket
+from tailrace.trainer.state_digests import StateDigests
 
 WATCH_UPDATES = (
     'tr.stop_on_nonfinite(["loss", "grad/*", "update/*"]) finds a bad update before it is applied.'
@@ -75,7 +76,6 @@ def _flags_down(
 
 
 def stopped(
-    results: Results,
     ticket: Ticket,
     bad: BadStep,
     *,
@@ -83,23 +83,30 @@ def stopped(
     state: LoopState,
     seed: int,
     microbatches: int,
-) -> Results:
-    """Go back to the state before a bad step; the results before it, with the failure.
+    digests: StateDigests | None,
+) -> tuple[Ticket, NonFiniteError]:
+    """Go back to the state before a bad step; the execution of the steps before it, and the failure.
 
     Args:
-        results: those of all steps of the execution.
         ticket: the execution, with the inputs that were kept for its guard.
         bad: the first bad step.
         runner: its program.
         state: the buffers of the program, which become those before the step.
         seed: the seed of random keys.
         microbatches: the number of microbatches per step.
+        digests: computes fingerprints, if they were requested.
     """
     kept, origin, feed = bad.step, ticket.origin, runner.infeeds[0]
     assert origin is not None
     # The state is recomputed here, after the fact: keeping the old one in every step would cost
     # a read and a write of all of it.
-    runner.rewind(state, origin, kept)
+    again = runner.rewind(state, origin, kept)
+    # What it emits counts: a sum over the execution, or the values of its last step, cannot be cut.
+    emitted, ready = ticket.emitted, ticket.ready
+    marks = None
+    if again is not None:
+        emitted, ready = again
+        marks = None if digests is None else digests.after(runner, state, emitted)
     failure = diagnose(
         runner,
         state,
@@ -114,20 +121,14 @@ def stopped(
     per_step = microbatches * runner.placement.local_replicas
     rows = slice(kept * per_step, (kept + 1) * per_step)
     failure.elements = feed.elements_of([leaf[rows] for leaf in origin.elements[feed].host])
-    weights, elements, reading = results.weights, results.elements, results.reading
+    reading = ticket.reading
     # Of the steps that count, for an audit of the run: the others are read again, or never.
     if reading is not None:
         reading = (*reading[:2], reading[2] // ticket.steps * kept)
-    return dataclasses.replace(
-        results,
-        steps=kept,
-        scalars={name: values[:kept] for name, values in results.scalars.items()},
-        weights=weights[:kept] if weights is not None else None,
-        failure=failure,
-        fingerprint={},  # the gradients belong to a step that does not count
-        elements=elements[:kept] if elements is not None else None,
-        reading=reading,
+    shorter = dataclasses.replace(
+        ticket, steps=kept, emitted=emitted, ready=ready, digests=marks, reading=reading, watch=None
     )
+    return shorter, failure
 
 
 def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
