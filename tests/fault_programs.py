@@ -4,6 +4,8 @@ Each takes the folder and the step at which it is killed, and returns what it ha
 has the steps that were trained since it was cleared.
 """
 
+import os
+
 import numpy as np
 import optax
 
@@ -130,8 +132,8 @@ def keras_fit(folder, kill=None):
         def on_train_batch_end(self, batch, logs=None):
             self.step = self.epoch * 3 + batch + 1
             TRAINED.append(self.step - 1)
-            # Executions have one batch; an epoch has three.
-            if self.step == kill:
+            # Executions have one batch, and an epoch has three.
+            if kill is not None and self.step == kill - 1:
                 raise Killed
 
         def on_epoch_begin(self, epoch, logs=None):
@@ -173,7 +175,7 @@ def torch_calls(folder, kill=None):
     module = Line()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     model = tt.training_model(module, optimizer)
-    files = {int(file.stem[4:]): file for file in sorted((folder / "kept").glob("call*.npz"))}
+    files = {int(file.stem[4:]): file for file in sorted(folder.glob("call*.npz"))}
     begun = max(files, default=0)
     if files:
         model.load(files[begun])
@@ -184,7 +186,7 @@ def torch_calls(folder, kill=None):
         if call + 1 == kill:
             raise Killed
         if (call + 1) % EVERY == 0:
-            model.save(folder / "kept" / f"call{call + 1}.npz")
+            model.save(folder / f"call{call + 1}.npz")
     model.copy_weights_to_host()
     found = {name: value.numpy().copy() for name, value in module.state_dict().items()}
     model.destroy()
@@ -194,7 +196,7 @@ def torch_calls(folder, kill=None):
 def saved(folder, kill=None):
     """Saves by hand, and restores."""
     trainer = trainer_of()
-    if (folder / "kept").exists():
+    if "kept" in os.listdir(folder):
         trainer.restore(folder / "kept")
     else:
         trainer.fit(data(), steps=EVERY, progress=False, callbacks=[Watch()])
@@ -203,7 +205,14 @@ def saved(folder, kill=None):
     return end_of(trainer, trainer.fit(data(), **left))
 
 
-PROGRAMS = {
-    program.__name__: program
-    for program in (plain, best, several, recorded, stateful, long, saved, keras_fit, torch_calls)
-}
+def together(folder, kill=None):
+    """In several processes, each with its share of the data."""
+    trainer, shared = trainer_of(replicas=2), tr.distributed.share(data(), 2)
+    fit = {"steps": STEPS, "checkpoint": kept(folder), "progress": False}
+    return end_of(trainer, trainer.fit(shared, callbacks=[Watch(kill)], **fit))
+
+
+ALONE = (plain, best, several, recorded, stateful, long, saved, keras_fit, torch_calls)
+PROGRAMS = {program.__name__: program for program in ALONE}
+TOGETHER = {"together": together}
+"""For two processes."""

@@ -13,9 +13,11 @@ import collections
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
+LIMIT_S = 1200
 OPEN, READ, WRITE, SYNC, NAME, LOOK = 1, 2, 4, 8, 16, 32
 EVERY_CALL = OPEN | READ | WRITE | SYNC | NAME | LOOK
 
@@ -64,16 +67,19 @@ def environment(library):
     return {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 
 
-def run(folder, *arguments, timeout=600):
-    """Faults in a process of its own: what it printed, as JSON; None without a compiler."""
+def run(folder, *arguments, processes=1, timeout=LIMIT_S):
+    """Faults in a process of its own, or in several: what was printed; None without a compiler."""
     library = build(folder)
     if library is None:
         return None
     command = [sys.executable, str(HERE / "faults.py"), *arguments]
+    if processes > 1:
+        launch = ("-m", "tailrace", "launch", "-n", str(processes), "--devices", "1")
+        command[1:1] = launch
     options = {"capture_output": True, "text": True, "timeout": timeout}
     done = subprocess.run(command, env=environment(library), check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(text) for text in re.findall(r"FAULT (\{.*\})", done.stdout)]
 
 
 # -- in that process ----------------------------------------------------------------------------------
@@ -94,7 +100,8 @@ class Calls:
         """While the call of this number fails; 0 for none. Yields what happened."""
         calls, error, how, lasting = KINDS[kind]
         happened = {}
-        self.library.faults_watch(str(folder).encode(), target, calls, error, how, lasting)
+        # With a slash: what a script does with its folder itself is not ours.
+        self.library.faults_watch(f"{folder}/".encode(), target, calls, error, how, lasting)
         try:
             yield happened
         finally:
@@ -147,12 +154,9 @@ def attempt(program, folder, kill=None):
     return found, error, list(fault_programs.TRAINED)
 
 
-def names_in(folder):
-    return {path.relative_to(folder).as_posix() for path in folder.glob("kept/**/*")}
-
-
 def checkpoints_in(folder):
-    found = {path.relative_to(folder).as_posix() for path in folder.glob("kept/fit-*/step-*")}
+    patterns = ("kept/fit-*/step-*", "kept/_CHECKPOINT_METADATA", "call*.npz")
+    found = {path.relative_to(folder).as_posix() for one in patterns for path in folder.glob(one)}
     return {name for name in found if ".unfinished" not in name}
 
 
@@ -188,20 +192,53 @@ def chosen(count, most):
     """The numbers of the calls that fail: all, or `most`, evenly spread."""
     if most is None or count <= most:
         return range(1, count + 1)
-    return sorted({1 + round(n * (count - 1) / max(1, most - 1)) for n in range(most)})
+    return [1 + int((n + 0.5) * count / most) for n in range(most)]
 
 
-def faults_of(name, most, kinds, root):
+class Alone:
+    """One process, which has the faults."""
+
+    first = faulty = True
+
+    def same(self, value):
+        """The value of the process with the faults, in all, once all have come here."""
+        return value
+
+
+class Several(Alone):
+    """One of several processes, of which one has the faults; they go through them together."""
+
+    def __init__(self, which):
+        import tailrace as tr
+        from tailrace.devices.processes import distributed
+
+        tr.distributed.initialize(timeout_s=300)
+        self.meet, self.which = distributed.meet, which
+        here = tr.distributed.process_index()
+        self.first, self.faulty = here == 0, here == which
+
+    def same(self, value):
+        return self.meet({"value": value})[self.which]["value"]
+
+
+def faults_of(name, most, kinds, root, processes):
     """All faults of a program, at its first start and at a later one; yields an outcome for each."""
-    from fault_programs import EVERY, KILLED_AT, PROGRAMS
+    from fault_programs import EVERY, KILLED_AT, PROGRAMS, TOGETHER
 
-    program, calls, memory = PROGRAMS[name], Calls(), Memory()
-    numbers = iter(range(1_000_000))
+    program, calls, memory = {**PROGRAMS, **TOGETHER}[name], Calls(), Memory()
+    numbers = itertools.count()
 
     def fresh(like=None):
         folder = root / f"{name}-{next(numbers)}"
-        shutil.copytree(like, folder) if like else folder.mkdir()
+        if processes.first:
+            shutil.copytree(like, folder) if like else folder.mkdir()
+        processes.same(None)
         return folder
+
+    def failing(kind, folder, number):
+        if not processes.faulty:
+            return contextlib.nullcontext({"count": 0, "hit": ""})
+        return (memory if kind == MEMORY else calls).failing(kind, folder, number)
 
     expected = attempt(program, fresh())
     assert expected[1] is None, expected[1]
@@ -209,15 +246,15 @@ def faults_of(name, most, kinds, root):
     attempt(program, killed, KILLED_AT)
     for phase, like, newest in (("start", None, 0), ("resume", killed, EVERY)):
         for kind in kinds:
-            how = memory if kind == MEMORY else calls
             counted = fresh(like)
-            with how.failing(kind, counted, 0) as happened:
+            with failing(kind, counted, 0) as happened:
                 attempt(program, counted)
-            for number in chosen(happened["count"], most):
+            for number in chosen(processes.same(happened["count"]), most):
                 folder = fresh(like)
                 before = checkpoints_in(folder)
-                with how.failing(kind, folder, number) as happened:
+                with failing(kind, folder, number) as happened:
                     faulted = attempt(program, folder)
+                processes.same(None)
                 again = attempt(program, folder)
                 after = checkpoints_in(folder)
                 wrong = wrong_with(faulted, again, expected[0], before, after, kind, newest)
@@ -226,7 +263,9 @@ def faults_of(name, most, kinds, root):
                     **{"program": name, "phase": phase, "kind": kind, "number": number},
                     **{"hit": happened["hit"], "error": error, "wrong": wrong},
                 }
-                shutil.rmtree(folder)
+                processes.same(None)
+                if processes.first:
+                    shutil.rmtree(folder)
 
 
 def main():
@@ -234,24 +273,29 @@ def main():
     parser.add_argument("--programs", default="")
     parser.add_argument("--kinds", default="")
     parser.add_argument("--most", type=int, default=None, help="faults of a kind; all without it")
+    parser.add_argument("--together", type=int, help="in several processes: which has the faults")
+    parser.add_argument("--root", help="where several processes have their folders")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     import tailrace.keras  # noqa: F401  (first: it chooses Keras' backend)
     from fault_programs import PROGRAMS
 
+    processes = Alone() if given.together is None else Several(given.together)
     names = given.programs.split(",") if given.programs else [*PROGRAMS]
     kinds = given.kinds.split(",") if given.kinds else [*KINDS, MEMORY]
     for name in names:
-        counts = collections.Counter()
+        counts = collections.Counter(faults=0, raised=0)
         with tempfile.TemporaryDirectory() as root:
-            for outcome in faults_of(name, given.most, kinds, Path(root).resolve()):
+            where = Path(given.root or root).resolve()
+            for outcome in faults_of(name, given.most, kinds, where, processes):
                 reached = bool(outcome["hit"])
                 counts["faults"] += reached
                 counts["raised"] += reached and bool(outcome["error"])
                 if outcome["wrong"] or given.verbose:
-                    print(json.dumps(outcome), flush=True)
-        print(json.dumps({"program": name, **counts}), flush=True)
+                    print(f"FAULT {json.dumps(outcome)}\n", end="", flush=True)
+        if processes.faulty:
+            print(f"FAULT {json.dumps({'program': name, **counts})}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
