@@ -182,8 +182,10 @@ def wrong_with(faulted, again, expected, before, after, kind, newest):
     # Steps below the newest checkpoint of before are never trained again.
     if any(step < newest for step in (*trained, *retrained)):
         return f"trained {trained}, then {retrained}, and {newest} were on disk"
+    # A run directory that cannot be written ends the fit, which it learns of at the next checkpoint.
+    most = 2 * EVERY if isinstance(error, tr.errors.RunError) else EVERY
     twice = set(trained) & set(retrained)
-    if len(twice) > EVERY and "good" not in kind:
+    if len(twice) > most and "good" not in kind:
         return f"lost {sorted(twice)}"
     return ""
 

@@ -109,12 +109,12 @@ def test_what_was_set_aside_and_is_whole_is_said_to_be(kept, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["history/metric0/c.0.0.0", "records/0/mean/c.0.0", "executions/times/c.0.0"]
+    "name", ["history/metric0/c.0.0.0", "records/0/mean/c.0.0", "executions/steps/c.0"]
 )
 def test_a_run_with_a_piece_that_was_changed(written, tmp_path, capsys, name):
     run = shutil.copytree(written / "run", tmp_path / "run")
     content = bytearray((run / name).read_bytes())
-    content[len(content) // 3] ^= 1
+    content[len(content) // 2] ^= 1
     (run / name).write_bytes(content)
     code, lines = said(capsys, run)
     assert (code, lines[-1]) == (1, "0 whole, 1 damaged, 0 unknown")

@@ -82,23 +82,16 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any], *, replace: bool 
     """Write a checkpoint, which may replace the one of its name; on an error `path` is unchanged."""
     orbax = import_orbax()
     partial = path.with_name(path.name + UNFINISHED)
-    forms = {
-        name: [list(array.shape), str(array.dtype), checksum(array)]
-        for name, array in arrays.items()
-    }
-    # Through JSON and back before the checksum: tuples become lists there, and the checksum must be
-    # of what will be read.
-    said = {"format": 1, LISTED: True, "note": json.loads(json.dumps(note)), "arrays": forms}
-    said["checksum"] = json_checksum([said["note"], said["arrays"]])
-    long = long_names(arrays)
-    if long:
-        said |= {"format": FORMAT, "long": long}
-    # Orbax does not support empty arrays, or a tree without arrays.
-    kept = {
-        name: np.asarray(array) for name, array in arrays.items() if array.size and name not in long
-    }
-    kept = kept or {"nothing": np.zeros(1, np.int8)}
     with sentence(path, "cannot be written"), quiet():
+        long = long_names(arrays)
+        said = _description(arrays, note, long)
+        # Orbax does not support empty arrays, or a tree without arrays.
+        kept = {
+            name: np.asarray(array)
+            for name, array in arrays.items()
+            if array.size and name not in long
+        }
+        kept = kept or {"nothing": np.zeros(1, np.int8)}
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Orbax's threads wait for minutes for a directory that cannot be made: try it before.
@@ -128,6 +121,19 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any], *, replace: bool 
             raise
         # The rename itself is an entry in this folder.
         force_folder(path.parent)
+
+
+def _description(arrays: Arrays, note: Mapping[str, Any], long: list[str]) -> dict[str, Any]:
+    """What stands beside the arrays: our note, their forms and checksums, and its own checksum."""
+    forms = {
+        name: [list(array.shape), str(array.dtype), checksum(array)]
+        for name, array in arrays.items()
+    }
+    # Through JSON and back before the checksum: tuples become lists there, and the checksum must be
+    # of what will be read.
+    said = {"format": 1, LISTED: True, "note": json.loads(json.dumps(note)), "arrays": forms}
+    said["checksum"] = json_checksum([said["note"], said["arrays"]])
+    return said | {"format": FORMAT, "long": long} if long else said
 
 
 def _replace(partial: Path, path: Path) -> None:
