@@ -79,7 +79,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "error"), enumerate(ERRORS))
+@pytest.mark.parametrize(("number", "error"), [*enumerate(ERRORS)])
 def test_what_says_nothing_of_the_files_touches_nothing(whole, killed, monkeypatch, number, error):
     """The fit ends with a sentence, and the next start continues where it was."""
 

@@ -112,11 +112,11 @@ def _of_run(where: Path) -> Verdict:
 
     try:
         run = open_run(where)
+        # Each piece of a run has a checksum, which is compared when it is read.
         steps = len(run.history.steps)
+        _ = run.catalogue, run.executions, run.elements
         for record in run.records.values():
-            _ = (
-                record.values
-            )  # each piece of a run has a checksum, which is compared when it is read
+            _ = record.values
     except RunError as error:
         # Only what was read can be damaged.
         answered = not isinstance(error.__cause__, OSError)
