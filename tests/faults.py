@@ -191,10 +191,10 @@ def wrong_with(faulted, again, expected, before, after, kind, newest):
 
 
 def chosen(count, most):
-    """The numbers of the calls that fail: all, or `most`, evenly spread."""
+    """The numbers of the calls that fail: all, or `most`, evenly spread; the first are early ones."""
     if most is None or count <= most:
         return range(1, count + 1)
-    return [1 + int((n + 0.5) * count / most) for n in range(most)]
+    return [1 + int((n + 0.15) * count / most) for n in range(most)]
 
 
 class Alone:
@@ -280,11 +280,12 @@ def main():
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    import tailrace.keras  # noqa: F401  (first: it chooses Keras' backend)
     from fault_programs import PROGRAMS
 
-    processes = Alone() if given.together is None else Several(given.together)
     names = given.programs.split(",") if given.programs else [*PROGRAMS]
+    if "keras_fit" in names:
+        import tailrace.keras  # noqa: F401  (first: it chooses Keras' backend)
+    processes = Alone() if given.together is None else Several(given.together)
     kinds = given.kinds.split(",") if given.kinds else [*KINDS, MEMORY]
     for name in names:
         counts = collections.Counter(faults=0, raised=0)

@@ -4,6 +4,7 @@ A training that is started again after a fault ends with the same bits; it train
 newest checkpoint again, loses at most one checkpoint, and nothing good is set aside or removed.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -65,23 +66,23 @@ def test_calls_fail_one_at_a_time(tmp_path):
 
 
 def test_a_few_calls_of_a_fit(tmp_path):
-    kinds = "EIO,EMFILE,ENOSPC,ended,MemoryError"
-    check(tmp_path, 8, "--programs", "plain", "--kinds", kinds, "--most", "1")
+    kinds = "EIO,EMFILE,ended,MemoryError"
+    check(tmp_path, 6, "--programs", "plain", "--kinds", kinds, "--most", "1")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_calls_of_each_program(tmp_path, program):
-    pytest.importorskip(NEEDS.get(program, "jax"))
-    check(tmp_path, 3, "--programs", program, "--kinds", "EIO,ended,MemoryError", "--most", "1")
+def test_calls_of_each_program(tmp_path):
+    """In one process, which starts once."""
+    known = [name for name in PROGRAMS if importlib.util.find_spec(NEEDS.get(name, "jax"))]
+    kinds = "EIO,ended,MemoryError"
+    check(tmp_path, 30, "--programs", ",".join(known), "--kinds", kinds, "--most", "1")
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_calls_of_two_processes(tmp_path, process):
+def test_calls_of_two_processes(tmp_path):
     """An error in one of them ends both."""
     (tmp_path / "root").mkdir()
-    of = ("--together", str(process), "--root", str(tmp_path / "root"))
-    kinds = "EIO,EMFILE,MemoryError"
-    check(tmp_path, 1, "--programs", "together", "--kinds", kinds, "--most", "1", *of, processes=2)
+    of = ("--together", "0", "--root", str(tmp_path / "root"))
+    kinds = "EIO,MemoryError"
+    check(tmp_path, 3, "--programs", "together", "--kinds", kinds, "--most", "1", *of, processes=2)
 
 
 @pytest.mark.exhaustive
