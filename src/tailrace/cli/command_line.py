@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace._version import __version__
+from tailrace.cli.fsck import COMMANDS as FILE_COMMANDS
 from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
 from tailrace.cli.parsers import Subparsers, joined
@@ -311,5 +312,6 @@ COMMANDS: list[Callable[[Subparsers], None]] = [
     *LOOK_COMMANDS,
     *RUN_COMMANDS,
     *LOOKBACK_COMMANDS,
+    *FILE_COMMANDS,
 ]
 """The subcommands, in the order in which `--help` lists them."""

@@ -131,7 +131,12 @@ class RunWriter:
 
         def rows() -> dict[str, Any] | None:
             self.flush()
-            return None if mark.rows is None else {**mark.rows, "run": self._identity}
+            if mark.rows is None:  # its error was raised before, and is raised once
+                raise RunError(
+                    f"The run directory {str(self.directory)!r} could not be written up to here, and "
+                    f"a checkpoint is never ahead of it: none is written."
+                )
+            return {**mark.rows, "run": self._identity}
 
         return rows
 
@@ -393,14 +398,19 @@ class _OpenRun:
         """Append executions and validations, then commit them in one file."""
         with _in_words(self.place.path, "could not be written any further", self.tables):
             waiting: list[Finished | Validated] = []
+            marked: list[tuple[Mark, dict[str, Any]]] = []
             # The mark at the end takes in what comes after the last mark of the queue.
             for done in [*queued, Mark()]:
                 if not isinstance(done, Mark):
                     waiting.append(done)
                     continue
                 self.tables.append(waiting)
-                waiting, done.rows = [], self.tables.rows()
+                waiting = []
+                marked.append((done, self.tables.rows()))
             took = retried_while_full(lambda: self._commit(writing=writing), self.place.path)
+            # Not before: a checkpoint of rows that are not on disk could not be resumed.
+            for mark, rows in marked:
+                mark.rows = rows
             self.count()
             return took
 

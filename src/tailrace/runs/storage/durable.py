@@ -102,10 +102,15 @@ def sync_folder(root: HeldDirectory, name: str) -> None:
 
 def force_tree(folder: Path) -> None:
     """Sync all files below a folder that another library wrote, and their names, to disk."""
-    for place, _, names in os.walk(folder):
+    for place, _, names in os.walk(folder, onerror=_raised):
         for name in names:
             _force_handle(os.open(os.path.join(place, name), os.O_RDONLY))
         force_folder(Path(place))
+
+
+def _raised(error: OSError) -> None:
+    # Without it `os.walk` passes over folders that cannot be listed: their files would not be synced.
+    raise error
 
 
 def force_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from tailrace.taps.tap import Observe
 from tailrace.torch.calls.call_blocks import CallBlocks
 from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
-from tailrace.torch.models.saving import flat, read_note, read_state
+from tailrace.torch.models.saving import UnreadableModel, flat, read_note, read_state
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.handed import HandedReplay
@@ -181,6 +181,8 @@ def _newest_readable(
     for file in reversed(files):
         try:
             return file, read_state(file[1], {"step": int, "seed": int})
+        except UnreadableModel:
+            raise  # it may be whole, and is what was asked for
         except RunError as error:
             first = first or error
             logger.warning("%s An earlier file is used, if there is one.", error)
@@ -201,7 +203,8 @@ def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]
         try:
             found.append((int(read_note(file, {"step": int})["step"]), file))
         except RunError as error:
-            if file == path:
+            unknown = isinstance(error, UnreadableModel) and file.suffix == ".npz"
+            if file == path or unknown:
                 raise
             if file.suffix == ".npz":  # other files may be there, too
                 logger.warning("%s It is passed over.", error)

@@ -28,12 +28,16 @@ _NOTE = "tailrace.json"
 _BITS = {"bfloat16": (np.uint16, jnp.bfloat16)}
 
 
+class UnreadableModel(RunError):
+    """A saved model cannot be read now, which does not say that it is damaged."""
+
+
 def write_state(
     path: str | os.PathLike[str], trees: Mapping[str, Any], note: Mapping[str, Any]
 ) -> pathlib.Path:
     """Write trees of arrays by name, atomically."""
     target = pathlib.Path(path)
-    if target.is_dir():
+    if os.path.isdir(target):
         raise RunError(f"A model is saved in a file. Received a directory: {str(target)!r}.")
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
@@ -55,6 +59,11 @@ def write_state(
             np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         raise RunError(f"The model {str(target)!r} cannot be written: {in_words(error)}") from error
+    except MemoryError as error:
+        raise RunError(
+            f"The model {str(target)!r} cannot be written: {error or 'there is no memory left'}. Free "
+            f"memory, and save it again."
+        ) from error
     return target
 
 
@@ -92,9 +101,16 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except TailraceError:
         raise
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         text = f"The model {str(path)!r} cannot be read: {in_words(error, reading=True)}"
         raise RunError(text) from error
+    # A disk that does not answer, and memory that is short, say nothing of the file.
+    except OSError as error:
+        text = f"The model {str(path)!r} cannot be read: {in_words(error, reading=True)}"
+        raise UnreadableModel(text) from error
+    except MemoryError as error:
+        text = f"The model {str(path)!r} cannot be read: {error or 'there is no memory left'}."
+        raise UnreadableModel(f"{text} Free memory, and load it again.") from error
     except Exception as error:  # a damaged archive can raise many kinds of errors
         reason = " ".join(shown(str(error)).split())[:200]
         raise RunError(

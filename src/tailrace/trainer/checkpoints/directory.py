@@ -7,24 +7,26 @@
 
 The fits of a script are numbered. Names identify checkpoints, so that selecting and removing reads no
 files: `-end` is the end of a fit (earlier ones are from before it was continued), `-best` was the best
-when it was written, `.damaged` was set aside because it could not be read.
+when it was written, `.damaged` (`.damaged-2`, ...) was set aside because its damage is proved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import itertools
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tailrace.data.paths import file_in_the_way
 from tailrace.errors import CheckpointError, RunError
-from tailrace.messages import logger
+from tailrace.messages import listed, logger
 from tailrace.runs.info import RUN_FILE, read_info
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock, DirectoryTaken
@@ -35,8 +37,12 @@ from tailrace.trainer.checkpoints.snapshot import Snapshot
 _NAME = re.compile(r"step-(\d{1,18})(-end|-best)?")
 _FIT = re.compile(r"fit-(\d{1,9})")
 
+_NONE_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What says that there is no such directory; any other error says nothing of it."""
+
 DAMAGED = ".damaged"
-"""The suffix of a checkpoint that could not be read."""
+"""The suffix of a checkpoint that was set aside; nothing here removes it."""
+_ASIDE = re.compile(rf"step-(\d{{1,18}})(-end|-best)?{re.escape(DAMAGED)}.*")
 
 
 # Sorted by fit and step; of one step, the end of the fit comes last, because it is the newest.
@@ -65,6 +71,7 @@ class CheckpointDirectory:
             self.directory, "checkpoint directory", "checkpoint=", CheckpointError
         )
         self._lock = DirectoryLock(self._held)
+        self._writer: Future[Any] | None = None
 
     def check_same(self, here: Mapping[str, tuple[object, object]]) -> None:
         """Refuse a checkpoint of another training: each value now, and what its note holds."""
@@ -86,22 +93,29 @@ class CheckpointDirectory:
         for number, folder in self._fits():
             if fit is not None and number != fit:
                 continue
-            for path in folder.iterdir():
+            for path in _folders(folder):
                 # What was set aside, or is unfinished, has another name and is passed over.
-                name = _NAME.fullmatch(path.name)
-                if name and path.is_dir() and not path.is_symlink():
+                if name := _NAME.fullmatch(path.name):
                     end, best = name[2] == "-end", name[2] == "-best"
                     kept.append(Kept(number, int(name[1]), end, path, best))
         return kept
 
+    def set_aside(self, fit: int | None = None) -> list[tuple[int, Path]]:
+        """The checkpoints that were set aside as damaged, by step."""
+        with orbax_files.sentence(self.directory, "cannot be looked at"):
+            return sorted(
+                (int(name[1]), path)
+                for number, folder in self._fits()
+                if fit in (None, number)
+                for path in _folders(folder)
+                if (name := _ASIDE.fullmatch(path.name))
+            )
+
     def _fits(self) -> Iterator[tuple[int, Path]]:
-        """The folders of fits, by number; links do not count."""
-        if os.path.isdir(self.directory):
-            for folder in self.directory.iterdir():
-                number = _FIT.fullmatch(folder.name)
-                # Links are not followed: what is found may be removed, and that must not reach outside.
-                if number and folder.is_dir() and not folder.is_symlink():
-                    yield int(number[1]), folder
+        """The folders of fits, by number."""
+        for folder in _folders(self.directory):
+            if number := _FIT.fullmatch(folder.name):
+                yield int(number[1]), folder
 
     def newest(self, fit: int | None = None) -> Kept | None:
         """The latest checkpoint, of all or of one fit."""
@@ -110,20 +124,34 @@ class CheckpointDirectory:
     def read_newest(self, fit: int) -> tuple[Kept, dict[str, Any], dict[str, Any]] | None:
         """The latest checkpoint of a fit that is whole, its arrays and its note; None without any.
 
-        Damaged ones after it are set aside, with a warning: the steps since are trained again, with the
-        same result. Only while the directory is held.
+        Those after it that are proved to be damaged are set aside, with a warning: the steps since are
+        trained again, with the same result. Only while the directory is held.
         """
-        # The first error found, of the newest checkpoint, is the one to report if none can be read.
-        kept, first = self.found(fit), None
+        kept, aside = self.found(fit), self.set_aside(fit)
+        if not kept and aside:
+            raise CheckpointError(
+                f"The checkpoint directory {str(self.directory)!r} has no checkpoint of this fit any "
+                f"more, only what was set aside as damaged: {_names(aside)}. See what `tailrace fsck` "
+                f"says of it: rename a checkpoint that is whole, or put a copy of one there. To train "
+                f"from the start, give another directory."
+            )
         while kept:
             newest = kept.pop()
             try:
-                return newest, *orbax_files.read(newest.path)
+                read = orbax_files.read(newest.path)
             except orbax_files.DamagedCheckpoint as error:
-                first = first or error
                 self._set_aside(newest, kept, error)
-        if first is not None:
-            raise first
+                continue
+            # At each start: whoever starts the script again has not seen the first warning.
+            if lost := [one for one in aside if one[0] > newest.step]:
+                logger.warning(
+                    "The fit goes on from %r of %r. Later checkpoints were set aside as damaged (%s): "
+                    "`tailrace fsck` says what is left of them.",
+                    newest.path.name,
+                    str(self.directory),
+                    _names(lost),
+                )
+            return newest, *read
         return None
 
     def _set_aside(self, damaged: Kept, earlier: list[Kept], error: CheckpointError) -> None:
@@ -141,13 +169,9 @@ class CheckpointDirectory:
                 f"{error} There is no other one of this fit. Put a copy of it back, or give another "
                 f"directory to train from the start."
             ) from error
-        aside = damaged.path.with_name(damaged.path.name + DAMAGED)
-        # Left by an earlier attempt at the same step.
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
+        aside = _unused(damaged.path.with_name(damaged.path.name + DAMAGED))
+        with self._safely():
             os.rename(damaged.path, aside)
-        except OSError:
-            raise error from None
         logger.warning(
             "%s It was renamed to %r, and the fit goes on from %r: the steps since are trained again.",
             error,
@@ -159,19 +183,18 @@ class CheckpointDirectory:
         self, fit: int, step: int, snapshot: Snapshot, *, ended: bool = False, best: bool = False
     ) -> None:
         """Write a checkpoint, then remove superseded ones. Only while the directory is held."""
+        ending = "-end" if ended else "-best" if best else ""
+        path = self.directory / f"fit-{fit}" / f"step-{step}{ending}"
         with self._safely():
             self._held.check()
             self._lock.check()
             self._held.make_folder(f"fit-{fit}")
-        ending = "-end" if ended else "-best" if best else ""
-        path = self.directory / f"fit-{fit}" / f"step-{step}{ending}"
-        # A resumed fit trains some steps again, and meets checkpoints that it wrote before.
-        if path.exists():
-            if not ended:
-                return  # the same step, and so the same state
-            orbax_files.remove(path)
-        note = snapshot.whole_note()
-        orbax_files.write(path, snapshot.on_host(), note)
+            # A resumed fit trains some steps again, and meets checkpoints that it wrote before: of the
+            # same step, and so of the same state, unless it has ended there.
+            if not ended and os.path.lexists(path):
+                return
+            note, arrays = snapshot.whole_note(), snapshot.on_host()
+        orbax_files.write(path, arrays, note, replace=ended)
         # After the new one is complete: at no moment are there fewer checkpoints than `keep`.
         for one in superseded(self.found(fit), self._keep):
             orbax_files.remove(one.path)
@@ -196,15 +219,53 @@ class CheckpointDirectory:
             # Under the lock: nobody else is writing, so what is unfinished will never be finished.
             with self._safely():
                 for _, folder in self._fits():
-                    for partial in folder.glob(f"*{orbax_files.UNFINISHED}*"):
-                        self._held.remove(f"{folder.name}/{partial.name}")
+                    for name in os.listdir(folder):
+                        if orbax_files.UNFINISHED in name:
+                            self._held.remove(f"{folder.name}/{name}")
             yield
         finally:
-            self._lock.release()
-            self._held.release()
+            if self._writer is None or self._writer.done():
+                self._release()
+            else:
+                # As long as a thread writes, no other trainer may: the wait for it was interrupted.
+                self._writer.add_done_callback(lambda _: self._release())
+
+    def written_by(self, writer: Future[Any]) -> None:
+        """Keep the directory locked until a thread has ended its write, whatever happens meanwhile."""
+        self._writer = writer
+
+    def _release(self) -> None:
+        self._lock.release()
+        self._held.release()
 
     def _safely(self) -> AbstractContextManager[None]:
         return orbax_files.sentence(self.directory, "cannot be written")
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders in a directory; none if it does not exist.
+
+    Links are not followed: what is found may be removed, and that must not reach outside.
+    """
+    # Not `is_dir` of a path, which may say False where the disk does not answer: a fit would start
+    # from 0.
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        if error.errno not in _NONE_THERE:
+            raise
+        return []
+
+
+def _unused(path: Path) -> Path:
+    """A path that nothing has: what was set aside before stays."""
+    names = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
+
+
+def _names(aside: list[tuple[int, Path]]) -> str:
+    return listed([f"{path.parent.name}/{path.name}" for _, path in aside], 4)
 
 
 def check_no_file(rule: str, directory: Path) -> None:

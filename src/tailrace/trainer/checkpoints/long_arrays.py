@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tailrace.trainer.checkpoints.proof import NotAsWritten
+
 HISTORY = "history/"
 """The prefix of the names of arrays that grow with each step."""
 
@@ -33,12 +35,12 @@ def write_long(directory: Path, arrays: Iterable[np.ndarray]) -> None:
 
 
 def read_long(directory: Path, number: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Read an array; raises `ValueError` if its file has another size."""
+    """Read an array; raises `NotAsWritten` if its file has another size."""
     path = directory / _file(number)
     size = path.stat().st_size
     # Before memory is taken for it.
     if size != int(np.prod(shape, dtype=object)) * dtype.itemsize:
-        raise ValueError(f"the file {path.name!r} has {size} bytes")
+        raise NotAsWritten(f"the file {path.name!r} has {size} bytes")
     return np.fromfile(path, np.uint8).view(dtype).reshape(shape)
 
 

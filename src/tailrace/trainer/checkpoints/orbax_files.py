@@ -23,13 +23,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tailrace.data.files import byte_limit, json_checksum
-from tailrace.data.paths import remedy
+from tailrace.data.files import byte_limit, json_checksum, parse_json
 from tailrace.devices.processes import distributed
-from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
+from tailrace.errors import CheckpointError, MissingDependency, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
-from tailrace.trainer.checkpoints.file_list import damage_in, write_list
+from tailrace.trainer.checkpoints.file_list import LISTED, OWN, damage_in, read_whole, write_list
 from tailrace.trainer.checkpoints.long_arrays import long_names, read_long, write_long
+from tailrace.trainer.checkpoints.proof import (
+    DamagedCheckpoint as DamagedCheckpoint,
+)
+from tailrace.trainer.checkpoints.proof import (
+    NotAsWritten,
+    judged,
+    sentence,
+)
 from tailrace.trainer.checkpoints.quiet_orbax import quiet, quiet_reading
 
 FORMAT = 2
@@ -45,11 +52,10 @@ LIMIT = "TAILRACE_CHECKPOINT_BYTES"
 UNKNOWN_MEMORY = 1 << 40
 """The limit of the declared size of a checkpoint's arrays where the size of the memory is unknown."""
 
+DISAGREE = "its parts do not agree"
+UNKNOWN = "its descriptions cannot be read, or are not those of Tailrace"
+
 Arrays = Mapping[str, np.ndarray]
-
-
-class DamagedCheckpoint(CheckpointError):
-    """Files of a checkpoint are missing, or are not what was written."""
 
 
 def import_orbax() -> ModuleType:
@@ -72,27 +78,20 @@ def import_orbax() -> ModuleType:
     )
 
 
-def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
-    """Write a checkpoint; on an error `path` is unchanged."""
+def write(path: Path, arrays: Arrays, note: Mapping[str, Any], *, replace: bool = False) -> None:
+    """Write a checkpoint, which may replace the one of its name; on an error `path` is unchanged."""
     orbax = import_orbax()
     partial = path.with_name(path.name + UNFINISHED)
-    forms = {
-        name: [list(array.shape), str(array.dtype), checksum(array)]
-        for name, array in arrays.items()
-    }
-    # Through JSON and back before the checksum: tuples become lists there, and the checksum must be
-    # of what will be read.
-    said = {"format": 1, "note": json.loads(json.dumps(note)), "arrays": forms}
-    said["checksum"] = json_checksum([said["note"], said["arrays"]])
-    long = long_names(arrays)
-    if long:
-        said |= {"format": FORMAT, "long": long}
-    # Orbax does not support empty arrays, or a tree without arrays.
-    kept = {
-        name: np.asarray(array) for name, array in arrays.items() if array.size and name not in long
-    }
-    kept = kept or {"nothing": np.zeros(1, np.int8)}
     with sentence(path, "cannot be written"), quiet():
+        long = long_names(arrays)
+        said = _description(arrays, note, long)
+        # Orbax does not support empty arrays, or a tree without arrays.
+        kept = {
+            name: np.asarray(array)
+            for name, array in arrays.items()
+            if array.size and name not in long
+        }
+        kept = kept or {"nothing": np.zeros(1, np.int8)}
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Orbax's threads wait for minutes for a directory that cannot be made: try it before.
@@ -110,7 +109,10 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
             # Before the sync and the rename: the list is part of what is complete or absent.
             write_list(partial)
             force_tree(partial)
-            os.rename(partial, path)
+            if replace and os.path.lexists(path):
+                _replace(partial, path)
+            else:
+                os.rename(partial, path)
         except BaseException:
             # Now, not at the next start: on a full disk, what was written of this checkpoint is the
             # room that the next one needs. Orbax has a directory of a longer name.
@@ -119,6 +121,32 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
             raise
         # The rename itself is an entry in this folder.
         force_folder(path.parent)
+
+
+def _description(arrays: Arrays, note: Mapping[str, Any], long: list[str]) -> dict[str, Any]:
+    """What stands beside the arrays: our note, their forms and checksums, and its own checksum."""
+    forms = {
+        name: [list(array.shape), str(array.dtype), checksum(array)]
+        for name, array in arrays.items()
+    }
+    # Through JSON and back before the checksum: tuples become lists there, and the checksum must be
+    # of what will be read.
+    said = {"format": 1, LISTED: True, "note": json.loads(json.dumps(note)), "arrays": forms}
+    said["checksum"] = json_checksum([said["note"], said["arrays"]])
+    return said | {"format": FORMAT, "long": long} if long else said
+
+
+def _replace(partial: Path, path: Path) -> None:
+    # Folders cannot be exchanged by one rename everywhere. The old one is removed last.
+    before = path.with_name(f"{path.name}.before{UNFINISHED}")
+    shutil.rmtree(before, ignore_errors=True)
+    os.rename(path, before)
+    try:
+        os.rename(partial, path)
+    except BaseException:
+        os.rename(before, path)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _plain(orbax: ModuleType) -> contextlib.AbstractContextManager[Any]:
@@ -189,60 +217,76 @@ def is_checkpoint(path: Path) -> bool:
 
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """The note of a checkpoint, and the shapes of its arrays; reads no array."""
-    note, forms, _ = _read_said(path)
-    return note, forms
-
-
-def _read_said(path: Path) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
-    """Note, shapes, and the names of the arrays that have files of their own."""
     orbax = import_orbax()
-    # Whatever goes wrong in here is damage, so that the caller may use an older checkpoint. A newer
-    # format, below, is not: the file is whole.
     with _reading(path, orbax):
-        if damage := damage_in(path):
-            raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: {damage}.")
-        found = orbax.metadata(str(path))
-        said = found.custom_metadata
-        # What Orbax could not read is None, or empty, to it.
-        if found.metadata is None or not said:
-            raise DamagedCheckpoint(
-                f"The checkpoint {str(path)!r} is damaged: its descriptions cannot be read, or are not "
-                f"those of Tailrace."
-            )
-        stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
-        padded = [name for name, m in found.metadata.items() if _is_padded(m)]
-        version = said["format"]
-        forms = {
-            name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
-            for name, (shape, dtype, checksum) in said["arrays"].items()
-        }
-        note, long = dict(said["note"]), [str(name) for name in said.get("long", [])]
-        # Everything except the arrays: step, seed, position, the arrays' own checksums.
-        now = json_checksum([said["note"], said["arrays"]])
-        whole = "checksum" not in said or said["checksum"] == now
+        return judged(path, lambda: _read_said(path, orbax)[:2])
+
+
+def _read_said(path: Path, orbax: Any) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
+    """Note, shapes, and the names of the arrays that have files of their own."""
+    if damage := damage_in(path):
+        raise NotAsWritten(damage)
+    said = _said(path)
+    version = said["format"]
+    # Not damage: the file is whole, and an older checkpoint would not be what was asked for.
     if version not in range(1, FORMAT + 1):
         raise CheckpointError(
             f"The checkpoint {str(path)!r} has format {version!r}; this version of Tailrace reads "
             f"formats up to {FORMAT}. Use the version that wrote it."
         )
+    note, forms, long = _parts(said)
+    found = orbax.metadata(str(path)).metadata
+    if found is None:  # what Orbax could not read, for whatever reason
+        raise OSError("Orbax could not read its descriptions of the arrays")
+    stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.items()}
+    padded = [name for name, m in found.items() if _is_padded(m)]
     expected = {
         name: (form.shape, form.dtype)
         for name, form in forms.items()
         if form.size and name not in long
     }
-    if not whole or not forms.keys() >= set(long) or padded or (expected and stored != expected):
-        raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
+    if padded or (expected and stored != expected):
+        raise NotAsWritten(DISAGREE)
     _check_size(path, forms)
+    return note, forms, long
+
+
+def _said(path: Path) -> dict[str, Any]:
+    """What Tailrace wrote into Orbax's description of a checkpoint: our note, and about the arrays."""
+    # Read here, not by Orbax, to which what it could not read is empty.
+    try:
+        content = read_whole(path / OWN)
+    except FileNotFoundError:
+        raise NotAsWritten(f"the file {OWN!r} is missing") from None
+    try:
+        said = parse_json(content)["custom_metadata"]
+        written, now = said.get("checksum"), json_checksum([said["note"], said["arrays"]])
+        said["format"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise NotAsWritten(UNKNOWN) from None
+    # Everything except the arrays: step, seed, position, the arrays' own checksums.
+    if written not in (None, now):
+        raise NotAsWritten(DISAGREE)
+    return said
+
+
+def _parts(said: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Form], list[str]]:
+    try:
+        forms = {
+            name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
+            for name, (shape, dtype, checksum) in said["arrays"].items()
+        }
+        note, long = dict(said["note"]), [str(name) for name in said.get("long", [])]
+    except (ValueError, TypeError, AttributeError):
+        raise NotAsWritten(UNKNOWN) from None
+    if not forms.keys() >= set(long):
+        raise NotAsWritten(DISAGREE)
     return note, forms, long
 
 
 @contextlib.contextmanager
 def _reading(path: Path, orbax: Any) -> Iterator[None]:
-    with (
-        sentence(path, "cannot be read", DamagedCheckpoint),
-        quiet_reading(path),
-        _alone(orbax),
-    ):
+    with quiet_reading(path), _alone(orbax):
         yield
 
 
@@ -266,26 +310,36 @@ def _is_padded(described: _Described) -> bool:
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """All arrays of a checkpoint by name, and its note."""
     orbax = import_orbax()
-    note, forms, long = _read_said(path)
     with _reading(path, orbax):
-        here = any(form.size for name, form in forms.items() if name not in long)
-        loaded = dict(orbax.load(str(path))) if here else {}
-        for number, name in enumerate(long):
-            form = forms[name]
-            loaded[name] = read_long(path, number, form.shape, _dtype(form.dtype))
-        arrays = {
-            name: np.asarray(loaded[name])
-            if form.size
-            else np.zeros(form.shape, _dtype(form.dtype))
-            for name, form in forms.items()
-        }
+        return judged(path, lambda: _read(path, orbax))
+
+
+def check(path: Path) -> str:
+    """Read every byte of a checkpoint, and say what it is; raises what `read` does."""
+    arrays, note = read(path)
+    with sentence(path, "cannot be read", reading=True):
+        if damage := damage_in(path, every_byte=True):
+            raise DamagedCheckpoint(f"The checkpoint {str(path)!r} is damaged: {damage}.")
+    size = sum(array.nbytes for array in arrays.values())
+    return f"step {note.get('step')}, {len(arrays)} arrays, {size:,} bytes"
+
+
+def _read(path: Path, orbax: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    note, forms, long = _read_said(path, orbax)
+    here = any(form.size for name, form in forms.items() if name not in long)
+    loaded = dict(orbax.load(str(path))) if here else {}
+    for number, name in enumerate(long):
+        form = forms[name]
+        loaded[name] = read_long(path, number, form.shape, _dtype(form.dtype))
+    arrays = {
+        name: np.asarray(loaded[name]) if form.size else np.zeros(form.shape, _dtype(form.dtype))
+        for name, form in forms.items()
+    }
     # The bytes of large files are checked here only, array by array, once they are in memory.
     for name, form in forms.items():
         found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
         if found != form:
-            raise DamagedCheckpoint(
-                f"The checkpoint {str(path)!r} is damaged: array {name!r} is not what was written."
-            )
+            raise NotAsWritten(f"array {name!r} is not what was written")
     return arrays, note
 
 
@@ -302,24 +356,6 @@ def remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.rename(path, partial)
     shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def sentence(
-    path: Path, what: str, kind: type[CheckpointError] = CheckpointError
-) -> Iterator[None]:
-    """Turn any error of the file system or Orbax into one sentence."""
-    try:
-        yield
-    except TailraceError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())  # those of Orbax have many lines
-        advice = remedy(error, reading=issubclass(kind, DamagedCheckpoint))
-        raise kind(
-            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: "
-            f"{text[:500].rstrip('.')}. {advice}".rstrip()
-        ) from error
 
 
 def _check_size(path: Path, forms: Mapping[str, Form]) -> None:

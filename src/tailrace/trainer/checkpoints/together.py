@@ -25,14 +25,14 @@ def first_does(act: Callable[[], Result]) -> Result:
     if distributed.process_count() == 1:
         return act()
     own: dict[str, Any] = {}
-    failure: TailraceError | None = None
+    failure: Exception | None = None
     if distributed.writes():
         try:
             # In the first process only. An exception must still reach the meeting, or the others
             # would wait forever.
             own = {"found": act()}
-        except TailraceError as error:
-            failure, own = error, {"failed": str(error)}
+        except Exception as error:
+            failure, own = error, {"failed": _said(error)}
     first = distributed.meet(own)[0]
     if failure is not None:
         raise failure
@@ -47,14 +47,18 @@ def each_does(act: Callable[[], Result]) -> Result:
         return act()
     try:
         found = act()
-    except TailraceError as error:
+    except Exception as error:
         # The others are on their way to the meeting below, and would wait there forever.
-        distributed.meet({"failed": str(error)})
+        distributed.meet({"failed": _said(error)})
         raise
     for process, answer in enumerate(distributed.meet({})):
         if "failed" in answer:
             raise CheckpointError(f"Of process {process}: {answer['failed']}")
     return found
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, TailraceError) else f"{type(error).__name__}: {error}"
 
 
 def gathered(value: object) -> list[Any]:

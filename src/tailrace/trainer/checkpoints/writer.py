@@ -38,6 +38,7 @@ class CheckpointWriter:
         self.directory = CheckpointDirectory(checkpoint.directory, checkpoint.keep)
         self._worker: Worker | None = None
         self._busy: Future[Any] | None = None
+        self._latest: Future[Any] | None = None
         self._last_step, self._last_time = 0, time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -74,7 +75,8 @@ class CheckpointWriter:
                 self.directory.write(self.fit, step, snapshots.pop(), **kind)
             give_back()
 
-        self._busy = self._worker.submit(write)
+        self._busy = self._latest = self._worker.submit(write)
+        self.directory.written_by(self._latest)
 
     def started_at(self, step: int) -> None:
         """Start counting: the fit begins, or resumes, at this step."""
@@ -86,9 +88,7 @@ class CheckpointWriter:
         busy, self._busy = self._busy, None
         if busy is None:
             return
-        Patience().wait_for(
-            busy, Lasting(f"the checkpoint of step {self._last_step} to be written")
-        )
+        self._wait_for(busy)
         try:
             busy.result()
         except CheckpointError as error:
@@ -97,7 +97,16 @@ class CheckpointWriter:
             logger.warning("%s Training goes on; the next checkpoint is tried again.", error)
 
     def close(self) -> None:
-        """End the thread."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        """End the thread, once it has written what it writes."""
+        # Also where the wait for it was interrupted before: until it has ended, the directory is its.
+        worker, self._worker = self._worker, None
+        if worker is not None and self._latest is not None:
+            try:
+                self._wait_for(self._latest)
+            finally:
+                worker.stop(0.0)
+
+    def _wait_for(self, write: Future[Any]) -> None:
+        """As long as it takes, with a note from time to time; only a signal ends it."""
+        what = f"the checkpoint of step {self._last_step} to be written"
+        Patience().wait_for(write, Lasting(what))
