@@ -42,17 +42,18 @@ def kill_in(seconds):
     timer.start()
 
 
-def started(folder, process):
-    """How often this process has been started, with this time."""
-    path = Path(folder) / f"starts-{process}"
-    with path.open("a") as file:
-        file.write("one\n")
-    return len(path.read_text().splitlines())
+def number_of_start(folder):
+    """The number of this start, from 1, the same in all processes: the launcher's token is new in each.
+
+    One that is ended before it comes here would count its own starts otherwise than the others do.
+    """
+    (Path(folder) / f"start-{os.environ['TAILRACE_TOKEN']}").touch()
+    return len(list(Path(folder).glob("start-*")))
 
 
 def main(kills, folder, **options):
     here, count = int(os.environ["TAILRACE_PROCESS"]), int(os.environ["TAILRACE_PROCESSES"])
-    start = started(folder, here)
+    start = number_of_start(folder)
     chance = random.Random(f"{options.get('directory')} {start}")  # the same in all processes
     victim, early = chance.randrange(count), chance.random() < 0.2
     callbacks = []

@@ -214,7 +214,7 @@ def die(folder, processes, kills):
         DYING, processes, 4 // processes, kills=0, folder=str(folder), steps=steps
     )
     assert code == 0, text
-    for path in folder.glob("starts-*"):
+    for path in folder.glob("start-*"):
         path.unlink()
     options = {"kills": kills, "folder": str(folder), "directory": str(folder / "kept")}
     code, said, text = launched.together(

@@ -28,7 +28,7 @@ class ShownRuns(Sequence[FollowedRun]):
         self._known: set[Path] = set()
         self._lock = threading.Lock()
         for directory in map(Path, directories):
-            if not directory.is_dir():
+            if not os.path.isdir(directory):  # pathlib raises for a name that is too long
                 FollowedRun(directory).readable()  # raises an error that describes what is there
             inside = _inside(directory)
             # One without runs may become a run, or get some, while it is viewed.
