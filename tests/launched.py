@@ -16,7 +16,7 @@ import tailrace as tr
 HERE = Path(__file__).parent
 
 
-def together(script, processes, devices, timeout=600, **options):
+def together(script, processes, devices, timeout=600, restarts=0, **options):
     """Run a script under `tailrace launch`; (exit code, what each process said, all output)."""
     source = Path(tr.__file__).parents[1]
     path = os.pathsep.join([str(source), str(HERE)])
@@ -24,7 +24,8 @@ def together(script, processes, devices, timeout=600, **options):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tailrace", "launch", "-n", str(processes)),
-            *("--devices", str(devices), str(script), json.dumps(options)),
+            *("--restarts", str(restarts), "--devices", str(devices)),
+            *(str(script), json.dumps(options)),
         ],
         capture_output=True,
         text=True,

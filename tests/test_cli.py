@@ -208,3 +208,90 @@ def test_a_reader_that_goes_ends_it_without_a_traceback():
             command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300, check=False
         )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PATHS = (
+    *(
+        "nul\0l",
+        "",
+        "nowhere",
+        "file",
+        "empty",
+        "half",
+        "loop",
+        "/dev/null",
+        "\udcff",
+    ),
+    *("x" * 5000, "/".join("y" * 3000), "é😀", "-", "http://x", "a\nb", "%00", "half/run.json"),
+)
+NUMBERS = ("-1", "9" * 5000, "1e400", "nan", "x", "", "\0", "²", "1.5", f"-{10**30}")
+TARGETS = ("mod", "mod:", ":", "a\0b:c", "nomod:x", "..:x", "\udcff:x", "nowhere.py:x", "x" * 999)
+RUN_COMMANDS = ("show", "report", "audit", "histogram", "heatmap")
+ODD_CASES = [
+    *([command, path] for command in RUN_COMMANDS for path in PATHS),
+    *([command, path, path] for command in ("compare", "diff", "bisect") for path in PATHS),
+    *(["watch", path] for path in PATHS if path not in ("", "empty", "half")),  # may become runs
+    *(["view", path] for path in PATHS if path not in ("", "empty", "half")),
+    *(["tensorboard", path, "events"] for path in PATHS),
+    *(["replay", path, "--step", "0", "mod:f"] for path in PATHS),
+    *(["plan", "--stages", "2", "--microbatches", "4", "--svg", path] for path in PATHS[:8]),
+    *(["plan", "--stages", number, "--microbatches", "4"] for number in NUMBERS),
+    *(["plan", "--stages", "2", "--microbatches", number] for number in NUMBERS),
+    *(["plan", "--stages", "1", "--microbatches", "4", "--forward", one] for one in NUMBERS[:8]),
+    *([command, target] for command in ("benchmark-data", "tensors") for target in TARGETS),
+    *(["view", "empty", "--port", number] for number in NUMBERS),
+    *(["launch", "-n", number, "file"] for number in NUMBERS),
+    *(["launch", "-n", "1", "--grace", number, "no.py"] for number in NUMBERS),
+    *(["launch", "-n", "1", "--restarts", number, "no.py"] for number in NUMBERS),
+    *(["launch", "-n", "1", path] for path in ("", "no.py", "\0", "x" * 5000, "loop")),
+    ["launch", "-n", "1", "file", "nul\0l"],
+    *([path] for path in PATHS),
+]
+
+
+def test_odd_arguments_end_in_a_sentence(tmp_path, monkeypatch, capsys):
+    """Every command, with paths of all kinds and numbers of any length."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "run.json").write_text("{")
+    (tmp_path / "loop").symlink_to("loop")
+    for case in ODD_CASES:
+        try:
+            code = main(case)
+        except SystemExit as error:  # argparse's own
+            code = error.code
+        said = capsys.readouterr().err
+        if case[0] == "plan" and code == 0:  # its picture can be written there
+            continue
+        assert code == 2, (case, said[:500])
+        assert "Traceback" not in said
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("tailrace"), (case, said[:500])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"), [(0o700, True), (0o755, True), (0o777, False), (0o1777, False), (None, False)]
+)
+def test_programs_are_kept_where_no_other_user_can_place_any(tmp_path, mode, kept):
+    """Also `tailrace doctor` says it; a directory that does not exist yet is made for this user."""
+    directory = tmp_path / "kept"
+    if mode is None:
+        directory.write_text("")
+    else:
+        directory.mkdir()
+        directory.chmod(mode)
+    code = "import tailrace, os; print(os.environ.get('JAX_COMPILATION_CACHE_DIR'))"
+    clean = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "TAILRACE_CACHE": str(directory)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == (str(directory) if kept else "None")
+    assert ("TAILRACE_CACHE" in done.stderr) is not kept
+    if mode == 0o777:
+        assert "can be written by every user of this machine" in done.stderr

@@ -1,5 +1,6 @@
 """A script for several processes that keeps checkpoints, and is ended on the way."""
 
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from tailrace.program.memory import optimizer_state  # noqa: E402
 
 
 class End(tr.Callback):
-    """Ends one process at some step: by a signal, or at once."""
+    """Ends one process at some step, by a signal or at once; or the launcher, by a signal to both."""
 
     def __init__(self, how, process, step):
         self.how, self.step = how, step
@@ -28,6 +29,8 @@ class End(tr.Callback):
         if trainer.step == self.step and self.mine:
             if self.how == "dies":
                 os._exit(7)
+            if self.how == "launcher":
+                os.kill(os.getppid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -36,7 +39,7 @@ def loss_fn(params, x, y):
     return ((mlp_apply(params, x) - y) ** 2).mean()
 
 
-def main(directory=None, steps=10, end=None, run_dir=None, replicas=4, every=2):
+def main(directory=None, steps=10, end=None, run_dir=None, replicas=4, every=2, callbacks=()):
     optimizer_state.LEAST = 2  # also the small leaves of this problem are shared out
     trainer = tr.Trainer(
         loss_fn,
@@ -47,9 +50,10 @@ def main(directory=None, steps=10, end=None, run_dir=None, replicas=4, every=2):
         shard_optimizer_state=True,
         run_dir=run_dir,
     )
-    data = tr.distributed.share(regression(64), replicas)
+    data = tr.distributed.share(lambda: itertools.cycle(regression(64)), replicas)
     kept = None if directory is None else tr.Checkpoint(directory, every=every)
-    trainer.fit(data, steps=steps, checkpoint=kept, callbacks=[] if end is None else [End(*end)])
+    callbacks = [*callbacks, *([] if end is None else [End(*end)])]
+    trainer.fit(data, steps=steps, checkpoint=kept, callbacks=callbacks)
     leaves = jax.tree.leaves((trainer.params, trainer.state.optimizer_state))
     said = {
         "process": tr.distributed.process_index(),

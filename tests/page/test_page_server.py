@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import random
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from tailrace.page.followed import FollowedRun
 from tailrace.page.report.report import write_report
 from tailrace.page.server.answers import Answers
 from tailrace.page.server.app import QUESTIONS, as_json, static_file
-from tailrace.page.server.serve import find_runs, serve
+from tailrace.page.server.serve import serve
 from tailrace.page.terminal.show import pictured
 from waits import LIMIT_S
 
@@ -366,19 +368,115 @@ def test_a_run_that_is_described_anew_is_there_all_the_time(made, monkeypatch):
 # -- the command --------------------------------------------------------------------------------
 
 
-def test_a_folder_is_all_its_runs(tmp_path):
-    for name in ("b", "a"):
-        MadeRun(tmp_path / name, NAMES)
-    (tmp_path / "other").mkdir()
-    assert [run.name for run in find_runs([tmp_path])] == ["a", "b"]
+def names_on(page):
+    return [run["name"] for run in page.ask("overview")["runs"]]
 
 
-def test_too_many_runs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tailrace.page.server.serve.MOST_RUNS", 1)
-    for name in ("b", "a"):
-        MadeRun(tmp_path / name, NAMES)
-    with pytest.raises(RunError, match="shows 1 run at most, and there are 2"):
-        find_runs([tmp_path])
+def test_a_folder_is_all_its_runs_also_those_that_begin_later(tmp_path, served):
+    (tmp_path / "folder" / "other").mkdir(parents=True)
+    page = served(tmp_path / "folder", tmp_path / "folder")
+    assert names_on(page) == ["folder"]
+    with events(page) as stream:
+        versions = next(stream)
+        MadeRun(tmp_path / "folder" / "b", NAMES)
+        assert next(stream) != versions  # it has the place of the folder, and another version
+        assert names_on(page) == ["b"]
+        MadeRun(tmp_path / "folder" / "a", NAMES)
+        assert len(next(stream)) == 2
+    assert names_on(page) == ["b", "a"]
+    MadeRun(tmp_path / "folder" / "c", NAMES)
+    assert names_on(page) == ["b", "a", "c"], "also where nobody listens"
+    again = served(tmp_path / "folder" / "c", tmp_path / "folder")
+    assert names_on(again) == ["c", "a", "b"], "each of them once"
+
+
+def test_any_number_of_runs_is_served_and_a_chart_has_a_limit(tmp_path, served):
+    for number in range(40):
+        MadeRun(tmp_path / f"{number:02}", NAMES[:1])
+    page = served(tmp_path)
+    assert len(names_on(page)) == 40
+    assert len(page.ask("curves", runs=",".join(map(str, range(5, 37))))) == 32
+    for query in ("runs=" + ",".join(map(str, range(33))), ""):
+        status, _, body = page.get(f"/{page.token}/api/curves?{query}")
+        assert status == 400
+        assert b"A chart shows at most 32 runs, and" in body
+
+
+LARGE = "9" * 5000
+ODD = [
+    *("", "0", "-1", "1e3", "²", "٣", LARGE, f"-{LARGE}", "0." + LARGE, "NaN", "true", "none"),
+    *("," * 3000, "0," * 3000, "%00", "a%00b", "%ff%fe", "%ud800", "%", "+", "../" * 500, "\\"),
+    *("*" * 3000, "?" * 3000, "[" * 1500, "[a-" * 500, "**/" * 900 + "x", "(a+)+$", "😀"),
+    *("x" * 30000, "a+" * 3000, "<script>", "{}", "%7B%22a%22%3A1%7D", "'+OR+1=1+--"),
+]
+"""Values of a query."""
+
+PARAMETERS = ("runs", "first", "last", "name", "search", "recorded", "measure", "select", "stage")
+
+REQUESTS = [
+    "GET /TOKEN/static/{0}.js HTTP/1.1",
+    "GET /TOKEN/static/a%00.js HTTP/1.1",
+    "GET /TOKEN/static/%ff.js HTTP/1.1",
+    "GET /TOKEN/api/{0} HTTP/1.1",
+    "GET /TOKEN/api/overview?{0} HTTP/1.1",
+    "GET /TOKEN/events/more HTTP/1.1",
+    "HEAD /TOKEN/events HTTP/1.1",
+    "HEAD /TOKEN/api/overview HTTP/1.1",
+    "OPTIONS /TOKEN/api/overview HTTP/1.1",
+    "TRACE / HTTP/1.1",
+    "GET /TOKEN//api//overview HTTP/1.1",
+    "GET http://127.0.0.1/TOKEN/api/overview HTTP/1.1",
+    "GET * HTTP/1.1",
+    "GET /?token=TOKEN&token=x HTTP/1.1",
+    "GET /TOKEN/events HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade"
+    "\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+    "GET /TOKEN/api/overview HTTP/1.1\r\nContent-Length: {1}",
+    "GET /TOKEN/api/overview HTTP/1.1\r\nRange: bytes=0-{1}",
+    "GET /TOKEN/api/overview HTTP/1.1\r\nX: {0}",
+    "GET /{1}/api/overview HTTP/1.1",
+    "{0}",
+    "GET",
+]
+"""Requests with {0}, some text, and {1}, some number."""
+
+
+def test_any_query_has_an_answer_or_a_sentence(made, served):
+    """Each parameter with each value, in every question; a chance draws some of all."""
+    page = served(made.directory)
+    chance, cases = random.Random(7), list(itertools.product(QUESTIONS, PARAMETERS, ODD))
+    statuses = set()
+    for question, parameter, value in chance.sample(cases, 400):
+        more = "&stage=0&microbatch=0" if question == "cell" and chance.random() < 0.7 else ""
+        path = f"/{page.token}/api/{question}?{parameter}={quote(value, safe='%,*+')}{more}"
+        status, _, body = page.get(path)
+        statuses.add(status)
+        assert status in (200, 400), (path[:200], status)
+        found = json.loads(body)
+        if status == 400:
+            assert found["problem"].endswith("."), found
+            assert len(found["problem"]) < 400
+    assert statuses == {200, 400}
+
+
+def test_any_request_is_answered(made, served):
+    page = served(made.directory)
+    for request in REQUESTS:
+        line = request.replace("TOKEN", page.token)
+        line = line.replace("{0}", "x" * 5000).replace("{1}", LARGE)
+        with socket.create_connection(("127.0.0.1", page.port), timeout=LIMIT_S) as plain:
+            plain.sendall(f"{line}\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            answer = plain.recv(100)
+        assert re.match(rb"HTTP/1\.1 (200|4\d\d) ", answer), (request, answer)
+    assert page.ask("overview"), "and the page still answers"
+
+
+def test_repeated_runs_are_answered_for_once(made, served):
+    page = served(made.directory)
+    assert len(page.ask("curves", runs=",".join(["0"] * 3000))) == 1
+    assert page.ask("curves", runs=f"{LARGE},0,7,x")[0]["run"] == 0
+    status, _, body = page.get(f"/{page.token}/api/curves?first={LARGE}")
+    assert status == 400
+    assert json.loads(body) == {"problem": f"first is at most {10**15}. Received: 5000 digits."}
 
 
 def test_a_port_that_is_taken_or_none(made):

@@ -21,6 +21,7 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
+from tailrace.data.paths import in_words
 from tailrace.devices.processes.launch import add_parser as launch
 from tailrace.errors import DataError, OptionError, TailraceError
 
@@ -37,8 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit: 0
     """
     # Outside `try`: argparse prints its own errors, and exits with 2 as well.
-    parsed = _parsed(joined(sys.argv[1:] if arguments is None else arguments))
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = _parsed(joined(given))
     try:
+        if any("\0" in argument for argument in given):
+            raise OptionError(
+                "An argument contains the character NUL, which no name or number has."
+            )
         code = parsed.run(parsed)
         print(end="", flush=True)  # here, where it is expected that nobody reads on
         return code
@@ -46,12 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # On one line, even if the message quotes an exception of the user's code that has several.
         print(f"tailrace {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # as with `| head`
+            # What is left would be written when Python ends, and fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        # Of a file that a command reads; what it writes says so itself.
+        named = f"{error.filename!r:.200}: " if error.filename else ""
+        print(f"tailrace {parsed.command}: {named}{in_words(error, reading=True)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130  # the exit code of a process ended by Ctrl-C
-    except BrokenPipeError:  # as with `| head`
-        # What is left would be written when Python ends, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -235,7 +246,6 @@ def plan(subparsers: Subparsers) -> None:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from tailrace.data.counts import member_named
-    from tailrace.data.paths import in_words
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 

@@ -14,6 +14,7 @@ import jax
 
 from tailrace._version import __version__
 from tailrace.devices.devices import Device, available, memory_stats
+from tailrace.devices.environment import CACHE, cache_problem
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
 from tailrace.seams import Package, Seam
@@ -107,6 +108,8 @@ def diagnose() -> Diagnosis:
         devices = [_device_line(device) for device in found]
         problems = _device_problems(found)
     problems += version_problems(versions)
+    if said := cache_problem(os.environ.get(CACHE, "")):
+        problems.append(f"compiled programs for later processes: {said}")
     missing = [name for name, version in packages.items() if not version]
     problems += [f"{OPTIONAL[name][1]}: {name} is not installed." for name in missing]
     backend = os.environ.get("KERAS_BACKEND", "jax")

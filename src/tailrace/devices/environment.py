@@ -1,14 +1,17 @@
 """Environment variables; read when `tailrace` is imported, without JAX.
 
 TAILRACE_DEVICES   the number of virtual CPU devices
-TAILRACE_CACHE     a directory for compiled programs, shared with later processes
+TAILRACE_CACHE     a directory for compiled programs, shared with later processes; who can write there
+                   can run code in them
 """
 
 import contextlib
 import os
+import stat
 import sys
 
 from tailrace.errors import DeviceError
+from tailrace.messages import note_once
 
 VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"
@@ -49,7 +52,35 @@ def apply_environment() -> None:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", devices)
     if directory := os.environ.get(CACHE):
-        _keep_programs(directory)
+        if problem := cache_problem(directory):
+            note_once(problem)
+        else:
+            _keep_programs(directory)
+
+
+def cache_problem(directory: str) -> str:
+    """Why compiled programs are not kept in a directory, as a sentence; empty if they are.
+
+    >>> cache_problem("no such directory, so it will be this user's")
+    ''
+    """
+    try:
+        found = os.stat(directory)
+    except FileNotFoundError:
+        return ""  # made by JAX when it is needed, for this user
+    except (OSError, ValueError) as error:
+        return f"{CACHE}={directory!r:.200} cannot be used, and nothing is kept there: {error}."
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{CACHE} is a directory. Received: {directory!r}, which is a file: nothing is kept."
+    # A compiled program is code that later processes run.
+    foreign = hasattr(os, "getuid") and found.st_uid not in (os.getuid(), 0)
+    if not foreign and not found.st_mode & stat.S_IWOTH:
+        return ""
+    why = "belongs to another user" if foreign else "can be written by every user"
+    return (
+        f"{CACHE}={directory!r} {why} of this machine, who could place a program there for this "
+        f"one to run: it is not used. Use a directory of your own (chmod o-w)."
+    )
 
 
 def _keep_programs(directory: str) -> None:

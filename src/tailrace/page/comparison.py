@@ -88,7 +88,7 @@ class _Side:
         path = Path(given)
         self.name = path.name or str(path)
         self.run: FollowedRun | None = None
-        if path.is_file():
+        if os.path.isfile(path):  # pathlib raises for a name that is too long
             self.profile: Profile | None = Profile.load(path)
             return
         self.run = FollowedRun(given)

@@ -129,6 +129,6 @@ def _signature(path: Path) -> tuple[int, ...] | None:
     """A value that changes whenever a file is replaced."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # also a name that no file can have
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino

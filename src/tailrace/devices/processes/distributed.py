@@ -15,7 +15,10 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -35,7 +38,7 @@ from tailrace.devices.processes.introduction import (
     from_environment,
     in_a_cluster,
 )
-from tailrace.devices.processes.meeting import LEFT, ROUNDS, TIMEOUT_S, has_left
+from tailrace.devices.processes.meeting import LEFT, ROUNDS, TIMEOUT_S, Client, has_left
 from tailrace.devices.processes.meeting import meet as meet
 from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
@@ -44,6 +47,9 @@ from tailrace.messages import logger
 
 _AFTER_S = 30
 """How much later than Tailrace JAX gives up a silent process: JAX exits without a clear message."""
+
+_LAST_S = 5.0
+"""How long the coordinator waits for the others after Ctrl-C."""
 
 
 def initialize(
@@ -113,6 +119,7 @@ def initialize(
         heartbeat_timeout_seconds=int(heartbeat_s) + _AFTER_S,
         **kwargs,
     )
+    _end_by_sigterm()
     _leave_at_once_when_failed()
     _watch_each_other(min(heartbeat_s, ROUNDS.timeout_s))
     if jax.process_index():  # messages of all processes would be equal: process 0 logs them
@@ -215,6 +222,14 @@ def _join(**options: Any) -> None:
         raise DistributedError(f"The processes could not be joined: {error}") from error
 
 
+def _end_by_sigterm() -> None:
+    """Let SIGTERM end a process again: JAX's preemption service takes it, and nothing happens."""
+    # Python does not know of that handler, and says that there is none. A script's own one is known.
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _watch_each_other(limit_s: float) -> None:
     client = internals.coordination_client()
     count = jax.process_count()
@@ -225,23 +240,38 @@ def _watch_each_other(limit_s: float) -> None:
         atexit.register(heartbeat.stop)
 
 
+def _wait_for_others(client: Client) -> None:
+    """Wait until all other processes have announced their exit, for a moment."""
+    give_up = time.monotonic() + _LAST_S
+    others = range(1, jax.process_count())
+    with contextlib.suppress(Exception):
+        while time.monotonic() < give_up and not all(has_left(client, one) for one in others):
+            time.sleep(0.02)
+
+
 def _leave_at_once_when_failed() -> None:
     """Make a process announce its exit, and not wait for the others if it has failed."""
-    before, failed = sys.excepthook, []
+    before, failed = sys.excepthook, list[BaseException]()
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.append(error)
         before(kind, error, trace)
 
     def leave() -> None:
+        client = internals.coordination_client()
         with contextlib.suppress(Exception):
-            internals.coordination_client().key_value_set(f"{LEFT}/{jax.process_index()}", "1")
+            client.key_value_set(f"{LEFT}/{jax.process_index()}", "1")
+        if not failed:
+            return
+        interrupted = isinstance(failed[-1], KeyboardInterrupt)
+        if interrupted and jax.process_index() == 0:
+            # All are interrupted together, and without the coordinator the others would be aborted.
+            _wait_for_others(client)
         # A normal exit would wait in JAX's own shutdown for the others, who wait in a collective
         # for this one.
-        if failed:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGINT if interrupted else 1)
 
     sys.excepthook = note
     atexit.register(leave)

@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat
 
 import keras
 
+from tailrace.devices.processes.launched import tell_launcher
 from tailrace.keras.checkpoints.callback_states import (
     changes,
     plain_state,
@@ -169,6 +170,8 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         }
         model: Any = self.model
         self._keeping.save(model, position, states, classes_of(self._users), **kind)
+        if self._keeping.interrupts.asked is not None:
+            tell_launcher(f"saved {epoch} epochs and {done} batches of the next one")
 
 
 def _number(value: SupportsFloat) -> float | None:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from tailrace._version import __version__
-from tailrace.data.paths import in_words
+from tailrace.data.paths import check_path, in_words
 from tailrace.errors import RunError
 from tailrace.messages import shown
 from tailrace.page.followed import FollowedRun
@@ -52,6 +52,8 @@ def write_report(
     """
     followed = FollowedRun(directory)
     followed.readable()
+    if output is not None:
+        check_path("output", output, what="file", error=RunError)
     path = followed.directory / REPORT if output is None else Path(output)
     with followed.reading():
         text = report_html(followed)

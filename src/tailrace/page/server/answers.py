@@ -19,6 +19,7 @@ from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import layer_map, without_gaps
 from tailrace.page.measures import SOURCES, TITLES
+from tailrace.page.server.shown_runs import ShownRuns
 from tailrace.page.summary import TIME, numbers, state, time_rows, what_ran
 from tailrace.page.tensors import exponents, format_limits, places, statistics
 from tailrace.records.exponents import BIAS, format_sentences
@@ -27,15 +28,23 @@ from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
 MOST_MATCHES, MOST_ROWS = 300, 1000
 """The most tensors of a catalogue, and rows of a heat map, per answer."""
 
+MOST_RUNS = 32
+"""The most runs per answer: more curves than that cannot be told apart."""
+
+MOST_NUMBER = 10**15
+"""The largest step, stage or microbatch to ask for."""
+
 
 class Answers:
     """Answers about some runs. Each takes the query of a request: its runs are `runs=0,2`."""
 
     def __init__(self, runs: Sequence[FollowedRun]) -> None:
-        self.runs = list(runs)
+        self.runs = runs
 
     def overview(self, query: dict[str, str]) -> Any:
         """The runs, and constants for the page."""
+        if isinstance(self.runs, ShownRuns):
+            self.runs.find()
         return {
             "runs": [self._about(number) for number in range(len(self.runs))],
             "scale": SCALE,
@@ -61,7 +70,8 @@ class Answers:
             try:
                 with followed.reading():
                     about["steps"] = len(run.history)
-                    about["numbers"] = numbers(followed)
+                    key = ("numbers", followed.version)
+                    about["numbers"] = followed.kept(key, lambda: numbers(followed))
             except TailraceError as error:
                 about["problem"] = str(error)
         return about
@@ -145,7 +155,9 @@ class Answers:
         """A measure of many tensors over the steps of the chosen runs."""
         measure = query.get("measure", "rms")
         if measure not in SOURCES:
-            raise OptionError(f"A measure is one of {', '.join(SOURCES)}. Received: {measure!r}.")
+            raise OptionError(
+                f"A measure is one of {', '.join(SOURCES)}. Received: {measure!r:.80}."
+            )
 
         def of(followed: FollowedRun) -> Any:
             found = layer_map(followed, measure, query.get("select") or "*")
@@ -193,30 +205,46 @@ class Answers:
         return found
 
     def _chosen(self, query: dict[str, str]) -> list[int]:
-        text = query.get("runs", "")
-        # isdecimal, not isdigit: "²" is a digit, and int() refuses it.
-        listed = [int(part) for part in text.split(",") if part.isdecimal()]
-        chosen = listed if text else range(len(self.runs))
-        # An old page may ask for runs that this server does not have.
-        return [number for number in chosen if number < len(self.runs)]
+        text, count = query.get("runs", ""), len(self.runs)
+        parts = text.split(",") if text else map(str, range(count))
+        # An old page may ask for runs that this server does not have. Each is answered for once.
+        numbers = dict.fromkeys(_number_in(part, count) for part in parts)
+        chosen = [number for number in numbers if number is not None and number < count]
+        if len(chosen) > MOST_RUNS:
+            raise OptionError(
+                f"A chart shows at most {MOST_RUNS} runs, and {len(chosen)} are chosen. Choose fewer."
+            )
+        return chosen
 
     def _one(self, query: dict[str, str]) -> FollowedRun:
         chosen = self._chosen(query)
         if not chosen:
-            raise RunError(f"There is no run with the number {query.get('runs')!r}.")
+            raise RunError(f"There is no run with the number {query.get('runs')!r:.80}.")
         return self.runs[chosen[0]]
 
 
 def _range(query: dict[str, str]) -> tuple[int | None, int | None]:
-    first, last = query.get("first", ""), query.get("last", "")
-    return int(first) if first.isdecimal() else None, int(last) if last.isdecimal() else None
+    first, last = (
+        _whole(query, name) if query.get(name, "") else None for name in ("first", "last")
+    )
+    return first, last
 
 
 def _whole(query: dict[str, str], name: str) -> int:
     text = query.get(name, "")
-    if not text.isdecimal():
-        raise OptionError(f"{name} is a whole number. Received: {text!r}.")
-    return int(text)
+    if not (text.isascii() and text.isdigit()):
+        raise OptionError(f"{name} is a whole number. Received: {text!r:.80}.")
+    number = _number_in(text, MOST_NUMBER)
+    if number is None or number > MOST_NUMBER:
+        raise OptionError(f"{name} is at most {MOST_NUMBER}. Received: {len(text)} digits.")
+    return number
+
+
+def _number_in(text: str, most: int) -> int | None:
+    """The number that digits make; None for other text, and for more digits than `most` has."""
+    # Not isdigit alone: "²" is a digit, and int() refuses it, as it does 5,000 digits.
+    plain = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    return int(text) if plain else None
 
 
 def _curve(curve: Curve) -> Any:

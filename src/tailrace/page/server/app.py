@@ -16,7 +16,7 @@ from tailrace.page.server.guard import Guard
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response, StreamingResponse
+    from starlette.responses import Response
 
 QUESTIONS = [
     "overview",
@@ -60,7 +60,9 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
             return Response("There is no such file.\n", 404, media_type="text/plain")
         return Response(found[0], media_type=found[1])
 
-    async def events(request: Request) -> StreamingResponse:
+    async def events(request: Request) -> Response:
+        if request.method == "HEAD":  # a stream has no end, and this needs one
+            return Response(media_type="text/event-stream")
         return StreamingResponse(follower.events(), media_type="text/event-stream")
 
     def answering(answer: Callable[[dict[str, str]], Any]) -> Callable[[Request], Any]:
@@ -88,8 +90,11 @@ def static_file(static: Traversable, path: str) -> tuple[bytes, str] | None:
     # Never outside of the folder: no "..", and no backslash, which separates parts on Windows.
     if ending not in KINDS or any(part in ("", ".", "..") or "\\" in part for part in parts):
         return None
-    found = static.joinpath(*parts)
-    return (found.read_bytes(), KINDS[ending]) if found.is_file() else None
+    try:
+        found = static.joinpath(*parts)
+        return (found.read_bytes(), KINDS[ending]) if found.is_file() else None
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return None
 
 
 def as_json(value: object) -> str:

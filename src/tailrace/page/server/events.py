@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 
 from tailrace.page.followed import FollowedRun
+from tailrace.page.server.shown_runs import ShownRuns
 
 LOOK_EVERY_S = 0.5
 ALIVE_EVERY_S = 15.0
@@ -42,5 +43,7 @@ class Follower:
             await asyncio.sleep(self._look_every_s)
 
     def _look(self) -> None:
+        if isinstance(self._runs, ShownRuns):
+            self._runs.find()
         for followed in self._runs:
             followed.look()

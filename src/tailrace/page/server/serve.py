@@ -11,41 +11,15 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tailrace.errors import MissingDependency, OptionError, RunError
-from tailrace.messages import counted, there_are
-from tailrace.page.followed import FollowedRun
+from tailrace.errors import MissingDependency, OptionError
 from tailrace.page.server.app import make_app
 from tailrace.page.server.events import Follower
-from tailrace.runs.info import RUN_FILE
+from tailrace.page.server.shown_runs import ShownRuns
 
 LOOPBACK = "127.0.0.1"
-MOST_RUNS = 32
-
-
-def find_runs(directories: Sequence[str | os.PathLike[str]]) -> list[FollowedRun]:
-    """The runs in some directories: each is a run, or a folder of runs.
-
-    Raises:
-        RunError: a directory does not exist, or there are too many runs.
-    """
-    found: list[Path] = []
-    for directory in map(Path, directories):
-        inside: list[Path] = []
-        if directory.is_dir() and not (directory / RUN_FILE).exists():
-            inside = sorted(path.parent for path in directory.glob(f"*/{RUN_FILE}"))
-        elif not directory.is_dir():
-            FollowedRun(directory).readable()  # raises an error that describes what is there
-        found += inside or [directory]  # an empty one may become a run while it is viewed
-    if len(found) > MOST_RUNS:
-        raise RunError(
-            f"The page shows {counted(MOST_RUNS, 'run')} at most, and {there_are(len(found))}. "
-            f"Name those to show."
-        )
-    return [FollowedRun(directory) for directory in found]
 
 
 def serve(
@@ -67,7 +41,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise MissingDependency.for_feature("The page", "uvicorn", "view") from error
-    runs, token = find_runs(directories), secrets.token_urlsafe(24)
+    runs, token = ShownRuns(directories), secrets.token_urlsafe(24)
     follower = Follower(runs)
     app = make_app(runs, token, follower)
     listening = _listen(port)

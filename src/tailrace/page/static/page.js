@@ -11,6 +11,7 @@ import * as pipeline from "./pipeline.js";
 import * as tensors from "./tensors.js";
 
 const VIEWS = { overview, tensors, layers, pipeline, runs: about };
+const MOST_AT_FIRST = 8;
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -28,7 +29,7 @@ class Page {
   async start() {
     this.theme(localStorage.getItem("tailrace-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
     await this.look();
-    this.shown = this.runs.map(({ number }) => number).slice(0, 8);
+    this.shown = this.runs.map(({ number }) => number).slice(0, MOST_AT_FIRST);
     for (const [name, { title }] of Object.entries(VIEWS)) {
       byId("views").append(el("a", { href: `${location.pathname}${location.search}#${name}`, "data-view": name }, title));
     }
@@ -122,7 +123,11 @@ class Page {
     if (same) return;
     // One after the other: the view is at least as new as the versions that are known now. What it
     // lacked otherwise would not be asked for again.
+    const before = this.runs.length;
     await this.look();
+    // Runs that began meanwhile are shown as those at the start are: the first few.
+    const added = this.runs.slice(before).map(({ number }) => number);
+    this.shown = [...this.shown, ...added.slice(0, Math.max(0, MOST_AT_FIRST - this.shown.length))];
     await this.refresh();
     this.chips();
     this.connection(true);

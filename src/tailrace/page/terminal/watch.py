@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ def watch(directory: str, console: Console | None = None, poll_s: float = POLL_S
 
     console = Console() if console is None else console
     followed = FollowedRun(directory)
-    if not followed.directory.is_dir():
+    # By os.path: pathlib raises what the system says of a name that is too long.
+    if not os.path.isdir(followed.directory):
         followed.readable()  # raises: a missing directory is a typing error, not a run to come
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         seen = -1

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tailrace.data.counts import check_count
-from tailrace.data.paths import in_words
+from tailrace.data.paths import check_path, in_words
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.exponents import BIAS
 from tailrace.records.history import History
@@ -50,9 +50,14 @@ def write_events(
     every = check_count("every", every, at_least=1, error=OptionError)
     keys = chosen_keys(records, select) if len(records) else []
     try:
+        check_path("logdir", logdir, error=RunError)
         writer = SummaryWriter(str(Path(logdir)))
     except OSError as error:
         raise RunError(f"Events cannot be written to {str(logdir)!r}: {in_words(error)}") from error
+    except RecursionError as error:  # Python makes folders one in another by recursion
+        raise RunError(
+            f"Events cannot be written below {len(Path(logdir).parts)} folders."
+        ) from error
     count = 0
     with writer:
         for name in history:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes.launched import tell_launcher
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.program.compiling.compilations import listening
 from tailrace.records.history import History
@@ -125,6 +126,7 @@ class FitCall:
                 fit.collect()
                 if saving is not None:
                     saving.save(wait=True)
+                    tell_launcher(f"saved step {fit.engine.step}")
                 # Only after the state is saved: the process is to end now.
                 raise meaning(fit.asked)
         if saving is not None:  # after callbacks: one of them may restore the best state

@@ -1,17 +1,24 @@
 """Ctrl-C and SIGTERM during a fit: once to finish properly, twice to leave at once.
 
 After the first signal the running execution finishes; then the fit saves, if it has a checkpoint, and
-raises. A fit that waits for its dataset stops waiting. A second signal raises at once.
+raises. A fit that waits for its dataset stops waiting. A second signal raises at once; under
+`tailrace launch`, which passes signals on, the launcher decides how long is waited.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from tailrace.devices.processes.launched import is_launched
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+SAME_S = 0.2
+"""Signals that come closer together than this are one: `timeout` signals a process and its group."""
 
 
 class Interrupts:
@@ -23,6 +30,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked: int | None = None
+        self._at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -49,11 +57,15 @@ class Interrupts:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None:
+            # A scheduler may signal all processes of a job, and the launcher passes its own signal on:
+            # the same one comes twice, at any distance.
+            if is_launched() or time.monotonic() - self._at < SAME_S:
+                return
             self._put_back()
             raise meaning(number)
         # Nothing else happens in a handler: it runs between any two bytecodes of the loop, or of a
         # library.
-        self.asked = number
+        self.asked, self._at = number, time.monotonic()
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
