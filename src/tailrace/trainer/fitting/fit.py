@@ -12,14 +12,19 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, DataExhausted, DeviceMemoryError, WaitStopped
+from tailrace.errors import (
+    DataError,
+    DataExhausted,
+    DeviceMemoryError,
+    NonFiniteError,
+    WaitStopped,
+)
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
-from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
@@ -31,7 +36,7 @@ from tailrace.trainer.callbacks.callback import (
 )
 from tailrace.trainer.checkpoints.saving import FitParts, Saving, TakenUp
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.executions import Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts, meaning
 from tailrace.trainer.fitting.pace import Pace
@@ -43,10 +48,9 @@ from tailrace.trainer.fitting.step_counts import (
     too_short,
 )
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.observation.bundles import keep_bundle
+from tailrace.trainer.observation.duties import Guarding, record_compilation
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.monitoring import Monitor
-from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 
 
 class Fit:
@@ -96,7 +100,7 @@ class Fit:
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset, self._announced = dataset, ""
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
-        self._skipped = _skipped_in(journal.history)
+        self._guarding = Guarding(engine, journal.history)
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
         watched = [getattr(one, "watched", None) for one in callbacks]
@@ -306,14 +310,13 @@ class Fit:
             # Which values a step has is known now, long before the epoch is over whose end needs them.
             while self._unchecked:
                 self._unchecked.pop().check_logged(self.journal.history.step_names)
-            self._count_skipped(results)
-            if results.failure is not None:
-                # Before the error leaves: the bundle needs the engine's state, which a caller may
-                # train on from.
-                keep_bundle(self.engine, results.failure)
-                self._pending.clear()  # executions after the bad step changed nothing
-                self.progress.steps = self.engine.step - self.progress.first_step
-                raise results.failure
+            try:
+                self._guarding.check(results)
+            except NonFiniteError:
+                if results.failure is not None:
+                    self._pending.clear()  # executions after the bad step changed nothing
+                    self.progress.steps = self.engine.step - self.progress.first_step
+                raise
             if self.callbacks:
                 values = self.journal.one(results)
                 execution = Execution(results.first_step, results.steps, values)
@@ -329,18 +332,7 @@ class Fit:
         if begins or text == self._announced:
             self._announced = text if begins else ""
             self.bar.compiling(self._announced)
-        if not begins:
-            logger.info(f"Compiled {compilation}.")
-            self.journal.add_compilation(compilation)
-
-    def _count_skipped(self, results: Results) -> None:
-        """Stop if more steps were skipped than the guard allows."""
-        guard = self.engine.guard
-        if guard is not None and "skipped" in results.scalars and guard.skips:
-            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
-            self._skipped += [results.first_step + int(number) for number in bad]
-            if bad.size and len(self._skipped) > guard.limit:
-                raise too_many_skipped(self._skipped, guard.limit)
+        record_compilation(self.journal, compilation)
 
     # -- between executions ---------------------------------------------------------------------
 
@@ -378,10 +370,3 @@ class Fit:
         history, first = self.journal.history, self.progress.epoch_start
         found = {name: history[name][first:] for name in history.step_names}
         return {name: float(v.mean(dtype=np.float64)) for name, v in found.items() if len(v)}
-
-
-def _skipped_in(history: History) -> list[int]:
-    """The steps of a history that a guard skipped."""
-    if "skipped" not in history.step_names:
-        return []
-    return [int(step) for step in history.steps[history.each("skipped").max(axis=(1, 2)) > 0]]
