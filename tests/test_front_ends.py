@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 
@@ -20,10 +21,10 @@ X = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
 
 
-def plain(steps, data=X):
+def plain(steps, data=X, wanted=Y):
     """The weights after some steps of a plain loop; a step whose loss is not finite changes nothing."""
     w = np.zeros((3, 1), np.float32)
-    for x, y in zip(data[:steps], Y[:steps], strict=True):
+    for x, y in zip(data[:steps], wanted[:steps], strict=True):
         gradient = 2 * x.T @ (x @ w - y) / len(x)
         w = w - RATE * gradient if np.isfinite(gradient).all() else w
     return w
@@ -241,6 +242,48 @@ def test_an_error_between_two_executions_loses_nothing(front_end, raised, tmp_pa
     assert len(run.history.loss) == len(run.records[front_end.grad].values) == 2 * EACH
 
 
+def test_a_full_outfeed_hides_no_step():
+    """The steps of the execution whose values have no room ran, and count."""
+    optax = pytest.importorskip("optax")
+    queue = tr.OutfeedQueue(most_bytes=4 * EACH)
+
+    def loss(params, batch):
+        return queue.enqueue(((batch[0] @ params["w"] - batch[1]) ** 2).mean())
+
+    params = {"w": np.zeros((3, 1), np.float32)}
+    trainer = tr.Trainer(loss, optax.sgd(RATE), params, steps_per_execution=EACH)
+    with pytest.raises(tr.errors.FeedError, match="have no room"):
+        trainer.fit(list(zip(X, Y, strict=True)), epochs=1, progress=False)
+    assert 2 * EACH <= len(trainer.history.loss) == trainer.step
+    assert len(queue.dequeue()) == EACH
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_inside_a_call_of_pytorch(presses, monkeypatch):
+    """It waits until weights, step and history agree; a second one does not wait."""
+    used = OfTorch()
+    portions = importlib.import_module("tailrace.torch.programs.portions")
+    joined = portions.joined
+
+    def pressed(parts):
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return joined(parts)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(portions, "joined", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        used.train()
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    np.testing.assert_allclose(used.weights, plain(EACH), rtol=1e-5, atol=1e-6)
+    assert presses == 2 or used.step == EACH
+    used.train()
+    assert used.step == EACH + STEPS
+    twice = np.concatenate([X[:EACH], X]), np.concatenate([Y[:EACH], Y])
+    np.testing.assert_allclose(used.weights, plain(EACH + STEPS, *twice), rtol=1e-5, atol=1e-6)
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -251,10 +294,15 @@ used.train()
 """
 
 
-@pytest.mark.parametrize(
-    "ending",
-    ["", "raise KeyError", "del used; import gc; gc.collect(); print(tr.open_run({run!r}).state)"],
-)
+COLLECTED = """
+import gc, torch
+del used
+gc.collect()
+print(tr.open_run({run!r}).state, "grad" in vars(torch.nn.Parameter))
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise KeyError", COLLECTED], ids=["end", "error", "gc"])
 def test_a_pytorch_run_is_complete_when_the_process_exits(ending, tmp_path):
     """Nobody has called `destroy()`."""
     pytest.importorskip("torch")
@@ -265,7 +313,7 @@ def test_a_pytorch_run_is_complete_when_the_process_exits(ending, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == bool("raise" in ending), done.stderr
-    assert "gc" not in ending or done.stdout.strip() == "ended"
+    assert ending != COLLECTED or done.stdout.strip() == "ended False"
     found = run_of(run)
     assert len(found.history.loss) == len(found.records[OfTorch.grad].values) == STEPS
     assert found.compilations

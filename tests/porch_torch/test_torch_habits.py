@@ -155,6 +155,18 @@ def test_clipping_of_a_backward_pass_of_the_host():
     assert module.linear.weight.grad is None
 
 
+def test_reading_gradients_of_another_net_asks_no_model(trained, monkeypatch):
+    other, _ = seeded(Regression)
+
+    def asked():
+        raise AssertionError
+
+    monkeypatch.setattr("tailrace.torch.models.host_gradients.living_models", asked)
+    assert [p.grad for p in other.parameters()] == [None, None]
+    with pytest.raises(AssertionError):
+        _ = trained[0].module.linear.weight.grad
+
+
 def test_a_destroyed_model_has_pytorchs_gradients_again():
     module, _ = seeded(Regression)
     model = tt.training_model(module)
