@@ -16,6 +16,7 @@ NEEDS = {
     "test_page_server.py": ("zarr", "starlette", "uvicorn"),
     "test_page_browser.py": ("zarr", "starlette", "uvicorn", "playwright"),
     "test_front_ends_write.py": ("keras", "torch", "torchax", "zarr"),
+    "test_front_ends.py": ("zarr", "safetensors"),
     "porch_torch": ("torch", "torchax"),
 }
 """Folder or file: what it imports."""

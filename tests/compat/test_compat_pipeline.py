@@ -398,6 +398,37 @@ def test_accumulators_of_another_dtype():
     assert_close(w.value(), jnp.float16(1 - 8 * 60000 / 100000))
 
 
+def test_a_function_chooses_the_dtype_of_the_accumulator_of_each_variable():
+    use(2)
+    wide, narrow = (Variable(np.float16(1), name=name) for name in ("wide", "narrow"))
+    seen = {}
+
+    class Remembering(optimizers.Optimizer):
+        def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+            for grad, var in grads_and_vars:
+                seen[var.name] = grad.dtype
+                var.assign_sub(jnp.asarray(grad / 1000, var.dtype))
+
+    run(
+        lambda x: pipeline(
+            [lambda x: wide * x, lambda x: narrow * x],
+            8,
+            gradient_accumulation_dtype=lambda var: (
+                np.float32 if var.name.startswith("wide") else var.dtype
+            ),
+            inputs=[x],
+            optimizer_function=lambda loss: OptimizerFunctionOutput(Remembering(), loss),
+            outfeed_queue=IPUOutfeedQueue(),
+        ),
+        np.float16(10),
+    )
+    assert {name.split(":")[0]: str(dtype) for name, dtype in seen.items()} == {
+        "wide": "float32",
+        "narrow": "float16",
+    }
+    assert_close(wide.value(), jnp.float16(1 - 8 * 10 / 1000))
+
+
 # -- inference ------------------------------------------------------------------------------------
 
 

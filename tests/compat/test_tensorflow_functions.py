@@ -213,6 +213,20 @@ def test_without_the_package_a_sentence_says_what_to_do(monkeypatch):
 
     with pytest.raises(tr.TailraceError, match=r"diastatic-malt.*tailrace\[tensorflow\]"):
         f(X)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    @tf.function
+    def loop(x):
+        for _ in tf.range(3):
+            x = x + 1
+            outfeed.enqueue(x)
+        return x
+
+    strategy = ipu.ipu_strategy.IPUStrategy()
+    with pytest.raises(
+        tr.TailraceError, match=r"only be enqueued once.*diastatic-malt.*tailrace\[tensorflow\]"
+    ):
+        strategy.run(loop, args=[X])
 
 
 # -- functions ----------------------------------------------------------------------------------------

@@ -155,6 +155,27 @@ def test_keras_own_loop_runs_what_is_not_a_program(make, compiled, reason, caplo
         pair[1].fit(*digits_like(40), batch_size=8, verbose=0)
 
 
+@keras.saving.register_keras_serializable("tests")
+class NotCompiled(L.Layer):
+    """A layer that its author says cannot be compiled."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_jit = False
+
+    def call(self, x):
+        return x
+
+
+def test_layers_that_cannot_be_compiled_are_named(caplog):
+    inner = keras.Sequential([NotCompiled(name="crop"), L.Dense(4, activation="softmax")])
+    model = tk.adopt(keras.Sequential([L.Dense(8), inner]))
+    model.compile("sgd", SPARSE["loss"]())
+    with caplog.at_level("INFO", "tailrace"):
+        model.fit(*digits_like(8), verbose=0)
+    assert "cannot be compiled (supports_jit=False): 'crop'" in caplog.text
+
+
 def test_a_training_function_that_the_user_has_set():
     model = tk.adopt(classifier())
     model.compile("sgd", SPARSE["loss"]())
@@ -340,3 +361,113 @@ def test_plain_keras_reads_the_files_of_adopted_models(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+# -- logs in logs, and calls in callbacks ---------------------------------------------------------
+
+
+class Nesting(keras.Model):
+    """As in Keras' guide on train steps of one's own: metrics have a dict of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = L.Dense(4, activation="softmax")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {"loss": logs["loss"], "compile_metrics": {"accuracy": logs["accuracy"]}}, state
+
+    def test_step(self, state, data):
+        logs, state = super().test_step(state, data)
+        return {"loss": logs["loss"], "deep": {"er": {"accuracy": logs["accuracy"]}}}, state
+
+
+def test_logs_that_are_nested():
+    pair = twins(Nesting, execution=1, **SPARSE, metrics=lambda: ["accuracy"])
+    validation = digits_like(16, seed=1)
+    found = fit_both(pair, *digits_like(40), batch_size=8, epochs=2, validation_data=validation)
+    assert set(found[0]) == set(found[1]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert_same(pair, found)
+
+
+def test_logs_that_are_no_numbers():
+    class Wrong(Nesting):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return {**logs, "compile_metrics": {"names": None}}, state
+
+    model = tk.adopt(Wrong())
+    model.compile(SPARSE["optimizer"](), SPARSE["loss"](), metrics=["accuracy"])
+    with pytest.raises(tr.TailraceError, match="compile_metrics/names, of type NoneType"):
+        model.fit(*digits_like(16), verbose=0)
+
+
+class Calling(keras.callbacks.Callback):
+    """Calls the model once, in the middle of the first epoch."""
+
+    def __init__(self, call, at):
+        super().__init__()
+        self.call, self.at = call, at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.at:
+            self.at = None
+            self.call(self.model, *digits_like(8, seed=5))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, *data: model.train_on_batch(*data),
+        lambda model, *data: model.fit(*data, batch_size=4, epochs=2, verbose=0, shuffle=False),
+        lambda model, *data: model.evaluate(*data, batch_size=4, verbose=0),
+    ],
+    ids=["train_on_batch", "fit", "evaluate"],
+)
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_model_that_a_callback_calls_again(call, observed, tmp_path):
+    pair = twins(classifier, execution=2, **SPARSE)
+    if observed:
+        run = {"observe": ["loss"], "run_dir": tmp_path / "run"}
+        pair[1].compile(SPARSE["optimizer"](), SPARSE["loss"](), steps_per_execution=2, **run)
+    callbacks = lambda: [Calling(call, 3)]  # noqa: E731
+    found = fit_both(
+        pair, *digits_like(80), batch_size=8, epochs=2, shuffle=False, callbacks=callbacks
+    )
+    assert_same(pair, found)
+    if observed:
+        steps = int(pair[1].optimizer.iterations)
+        assert len(tr.open_run(tmp_path / "run").history.loss) == steps
+        assert len(tk.of(pair[1]).records["loss"].values) == steps
+
+
+def test_training_in_the_middle_of_an_execution_is_refused():
+    model = tk.adopt(classifier())
+    model.set_asynchronous_callbacks(True)
+    model.compile(SPARSE["optimizer"](), SPARSE["loss"](), steps_per_execution=4)
+    inside = Calling(lambda model, *data: model.train_on_batch(*data), 1)
+    with pytest.raises(tr.TailraceError, match="in the middle of an execution.*on_epoch_end"):
+        model.fit(*digits_like(64), batch_size=8, verbose=0, callbacks=[inside])
+
+
+# -- dtypes of accumulators -------------------------------------------------------------------------
+
+
+def test_a_function_of_the_variable_chooses_the_dtype_of_its_accumulator():
+    def weights(dtype):
+        keras.utils.set_random_seed(0)
+        model = tk.adopt(classifier())
+        model.compile(SPARSE["optimizer"](), SPARSE["loss"](), steps_per_execution=3)
+        model.set_gradient_accumulation_options(3, dtype=dtype)
+        model.fit(*digits_like(96), batch_size=8, verbose=0, shuffle=False)
+        return [np.asarray(one) for one in model.get_weights()]
+
+    narrow, wide = weights("bfloat16"), weights(None)
+    chosen = weights(lambda variable: "bfloat16" if "kernel" in variable.path else variable.dtype)
+    of_all = weights(lambda variable: "bfloat16")
+    assert_close(of_all, narrow)
+    assert all((a == b).all() for a, b in zip(of_all, narrow, strict=True))
+    assert not any((a == b).all() for a, b in zip(chosen[::2], wide[::2], strict=True))

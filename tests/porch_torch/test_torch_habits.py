@@ -155,6 +155,18 @@ def test_clipping_of_a_backward_pass_of_the_host():
     assert module.linear.weight.grad is None
 
 
+def test_reading_gradients_of_another_net_asks_no_model(trained, monkeypatch):
+    other, _ = seeded(Regression)
+
+    def asked():
+        raise AssertionError
+
+    monkeypatch.setattr("tailrace.torch.models.host_gradients.living_models", asked)
+    assert [p.grad for p in other.parameters()] == [None, None]
+    with pytest.raises(AssertionError):
+        _ = trained[0].module.linear.weight.grad
+
+
 def test_a_destroyed_model_has_pytorchs_gradients_again():
     module, _ = seeded(Regression)
     model = tt.training_model(module)
@@ -192,20 +204,24 @@ def _load(module, optimizer):
 
 @pytest.mark.parametrize("change", [_step_on_the_host, _load])
 @pytest.mark.parametrize("copied", [False, True])
-def test_weights_that_the_host_has_changed(caplog, change, copied):
+def test_weights_that_the_host_has_changed_are_trained(caplog, change, copied):
     forget_notes()
-    module, _ = seeded(Regression)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module, plain = seeded(Regression)
+    optimizer, other = (torch.optim.SGD(one.parameters(), 0.1) for one in (module, plain))
     model = tt.training_model(module, optimizer)
-    model(*line(4))
-    change(module, optimizer)
-    if copied:
-        model.copy_weights_to_device()
-    model(*line(4))
-    model(*line(4))
-    notes = [r for r in caplog.records if "Weights were changed on the host" in r.message]
-    assert len(notes) == (0 if copied else 1)
-    assert not copied or "copy_weights_to_device()" not in caplog.text
+    for number in range(3):
+        model(*line(4))
+        plain(*line(4))[1].backward()
+        other.step()
+        if number == 1:
+            change(module, optimizer)
+            change(plain, other)
+            if copied:
+                model.copy_weights_to_device()
+        other.zero_grad()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value)
+    assert "Weights were changed on the host" not in caplog.text
 
 
 def test_weights_loaded_between_two_programs_are_trained():
@@ -277,7 +293,7 @@ def test_retain_grad_in_forward_says_what_to_anchor():
         tt.training_model(Retaining())(*line(4))
 
 
-LOST = "the change is lost. Call model.copy_weights_to_device() after it."
+LOST = "the change is lost. Read the parameter from the module before you write to it."
 
 
 def zero(module):
@@ -302,7 +318,10 @@ def test_weights_changed_on_the_host_are_not_lost_silently(caplog, change):
     model.copy_weights_to_device()
     model(*line(4))
     assert LOST not in caplog.text
-    change(module)
+    kept = module.linear.weight
+    model(*line(4))
+    with torch.no_grad():
+        kept.zero_()  # without asking the module, whose weights are newer on the device
     model(*line(4))
     assert LOST in caplog.text
 

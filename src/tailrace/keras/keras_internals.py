@@ -44,3 +44,19 @@ def functional_class() -> Any:
     # of the user's layers.
     inputs = keras.Input((1,), name="of_a_functional_model")
     return type(keras.Model(inputs, inputs, name="a_functional_model"))
+
+
+def layers_in(layer: keras.Layer) -> list[keras.Layer]:
+    """A layer and the layers inside it, whatever attribute holds them."""
+    found = {id(layer): layer}
+    waiting: list[Any] = list(vars(layer).values())
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, keras.Layer) and id(value) not in found:
+            found[id(value)] = value
+            waiting += vars(value).values()
+    return list(found.values())

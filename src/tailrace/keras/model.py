@@ -27,7 +27,7 @@ from tailrace.keras.data.batch_counts import (
 )
 from tailrace.keras.data.copied_batches import copy_batches
 from tailrace.keras.data.first_batch import FirstBatch, ReadsHere
-from tailrace.keras.keras_internals import PLAIN
+from tailrace.keras.keras_internals import PLAIN, layers_in
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
@@ -47,7 +47,7 @@ from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.distribution import check_not_distributed
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
-from tailrace.messages import note_once
+from tailrace.messages import listed, note_once
 from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
@@ -79,6 +79,8 @@ class Adopted(Setters, Assigning, LookingBack):
         self.model, self.settings = model, settings
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
+        self._single = False
+        """Whether Keras' trainer calls for one batch alone next."""
         self.active: Any = None
         """The program that ran last."""
         self.past: PastFit | None = None
@@ -323,6 +325,8 @@ class Adopted(Setters, Assigning, LookingBack):
         if iterator is not None and running is not None:
             iterator = self.first_batch.of_epoch(iterator, running.patience.timeout_s)
         PLAIN["_symbolic_build"](self.model, iterator=iterator, data_batch=data_batch)
+        # Also in a callback of a fit: it is `train_on_batch` or `test_on_batch` that has one batch.
+        self._single = data_batch is not None
 
     def jax_state_sync(self) -> None:
         """Write the values back to the variables."""
@@ -401,7 +405,10 @@ class Adopted(Setters, Assigning, LookingBack):
         if model.run_eagerly:
             return "run_eagerly=True"
         if not model.jit_compile:
-            return "jit_compile=False, or a layer that cannot be compiled"
+            layers = [repr(layer.name) for layer in layers_in(model) if not layer.supports_jit]
+            if layers:
+                return f"what cannot be compiled (supports_jit=False): {listed(layers)}"
+            return "jit_compile=False"
         if overrides(model, f"make_{name}", keras.Model):
             return f"a `make_{name}` of its own"
         if getattr(model, name) is not None and not isinstance(getattr(model, name), _Function):
@@ -425,32 +432,59 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def run(self, mode: str, program: Executions, state: Tree, iterator: Iterator[Any]) -> Any:
         """Run one execution of a program; called by Keras' trainer."""
-        self.active = program
-        running = self._running.get(mode)
-        # Outside of fit (`train_on_batch`) an execution is one batch.
-        program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
-        try:
-            if running is None and program.per_step > 1:
-                raise ProgramError(_SINGLE.format(program.per_step))
-            return program.run(state, iterator)
-        except Exception:
-            # Keras has emptied its variables. The end of the data is found this way too, perhaps after
-            # a callback has read the model: it would not have its values back.
-            program.restore(state)
-            raise
-        finally:
-            if running is None:  # a single batch, outside fit
-                program.fill()
-                program.end()
+        single, self._single = self._single, False
+        running = None if single else self._running.get(mode)
+        around = self._around(mode, program) if running is None else contextlib.nullcontext()
+        with around:
+            self.active = program
+            # Outside of fit (`train_on_batch`) an execution is one batch.
+            program.pacing = running or Pacing(
+                program.per_step, replicas=program.replicas, of_fit=False
+            )
+            try:
+                if running is None and program.per_step > 1:
+                    raise ProgramError(_SINGLE.format(program.per_step))
+                return program.run(state, iterator)
+            except BaseException:
+                # Keras has emptied its variables. The end of the data is found this way too, perhaps
+                # after a callback has read the model: it would not have its values back.
+                program.restore(state)
+                raise
+            finally:
+                if running is None:  # a single batch, outside fit
+                    program.fill()
+                    program.end()
+
+    def _around(self, mode: str, program: Executions | None) -> Any:
+        """A context for a call in a callback of the same call of the same model; empty elsewhere."""
+        if mode not in self._running or program is None:
+            return contextlib.nullcontext()
+        return program.set_aside(_CALLED[mode])
 
     @contextlib.contextmanager
     def while_running(
         self, mode: str, pacing: Pacing, same_execution: bool = False
     ) -> Iterator[None]:
         """A context around Keras' trainer, which counts batches over all replicas."""
-        model, running = self.model, self._running
+        running = self._running
         # Evaluation inside a fit, or a callback that calls `fit` of the same model, may nest.
-        before, running[mode] = running.get(mode), pacing
+        before, program = running.get(mode), self.programs.get(mode)
+        with self._around(mode, program):
+            running[mode] = pacing
+            try:
+                with self._counting(pacing, same_execution):
+                    yield
+            finally:
+                if before is None:
+                    del running[mode]
+                else:
+                    running[mode] = before
+                if (program := self.programs.get(mode)) is not None:
+                    program.end()
+
+    @contextlib.contextmanager
+    def _counting(self, pacing: Pacing, same_execution: bool) -> Iterator[None]:
+        model, running = self.model, self._running
         # Keras' loop counts the batches of all replicas; what the user has set comes back
         # afterwards.
         configured = model.steps_per_execution
@@ -464,13 +498,6 @@ class Adopted(Setters, Assigning, LookingBack):
                 yield
         finally:
             model.steps_per_execution = configured
-            if before is None:
-                del running[mode]
-            else:
-                running[mode] = before
-            program = self.programs.get(mode)
-            if program is not None:
-                program.end()
 
 
 class _Function:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.step.loss_scale import NAME as SCALE
@@ -85,8 +86,6 @@ class Collector:
                 replicas=replicas,
                 period=sight.period,
             )
-            # What is left for outfeeds is the user's.
-            runner.traced.deliver(emitted)
         values = {"loss": sent["loss"], **sent["aux"]}
         arrays = {name: self._split(v, replicas)[: ticket.steps] for name, v in values.items()}
         weights = sent["weight"]
@@ -108,12 +107,20 @@ class Collector:
             again = ticket.watch.emitted
             losses = again and self._split(self.sent(runner, again)["loss"], replicas)
             self.sentinel.check(ticket, marks, arrays["loss"], losses)
+        failure = None
+        # Last: steps that ran count, also where an outfeed cannot take what they sent.
+        try:
+            if ticket.steps:  # what is left for outfeeds is the user's
+                runner.traced.deliver(emitted)
+        except FeedError as error:
+            failure = error
         return Results(
             ticket.first_step,
             ticket.steps,
             parts,
             arrays,
             weights,
+            failure=failure,
             fingerprint=marks,
             elements=elements,
             reading=ticket.reading,

@@ -412,7 +412,15 @@ class Engine:
         return emitted[self.scalars].value, ready
 
     def dispatched(self, length: int, emitted: dict[Any, Any], ready: jax.Array) -> Ticket:
-        """The ticket of an execution that was dispatched in portions, starting at this step."""
+        """The ticket of an execution that starts at this step, which moves on."""
+        ticket = self.ticket(self.step, length, emitted, ready)
+        self.step += length
+        return ticket
+
+    def ticket(
+        self, first_step: int, length: int, emitted: dict[Any, Any], ready: jax.Array
+    ) -> Ticket:
+        """The ticket of the latest execution, however it was dispatched."""
         runner, state = self._state.active
         scalars = self._collector.scalars_on_device(runner, emitted)
         feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
@@ -421,9 +429,7 @@ class Engine:
             # Elements are kept not only for a guard; without one nothing is ever rewound.
             origin = origin if self.guarded else None
         reading = None if feed is None else feed.reading
-        ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)
-        self.step += length
-        return ticket
+        return Ticket(first_step, length, emitted, scalars, ready, origin, digests, reading)
 
     def collect(self, ticket: Ticket) -> Results:
         """The results of an execution; waits for its end. Tickets are collected in order.
@@ -449,7 +455,7 @@ class Engine:
                 if self.sentinel is not None:  # it expects the state that the whole execution left
                     self.sentinel.expects(None)
             results = self._collector.results(ticket, runner, self.sight)
-            results = dataclasses.replace(results, failure=failure)
+            results = dataclasses.replace(results, failure=failure or results.failure)
         if is_traced() and results.steps:
             counter("loss", results.losses[-1])
         return results

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.errors import NonFiniteError
+from tailrace.errors import TailraceError
 from tailrace.program.running.loop_state import Origin
 from tailrace.records.history import step_means
 from tailrace.records.parts import Part
@@ -57,7 +57,7 @@ class Results:
         parts: the emissions of its taps.
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
         weights: the weights of a mean over microbatches and replicas; None for equal ones.
-        failure: why a guard stopped it, if one did.
+        failure: why the training ends with it: a guard stopped it, or an outfeed is full.
         fingerprint: 8 bytes per group of tensors; empty if not requested.
         elements: the digest of each element, [steps, microbatches, replicas].
         reading: the elements it consumed: epoch, index of the first, number; None if unknown.
@@ -68,7 +68,7 @@ class Results:
     parts: Sequence[Part]
     scalars: dict[str, np.ndarray]
     weights: np.ndarray | None = None
-    failure: NonFiniteError | None = None
+    failure: TailraceError | None = None
     fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elements: np.ndarray | None = None
     reading: tuple[int, int, int] | None = None

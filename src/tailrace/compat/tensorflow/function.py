@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.user_lines import user_line
@@ -87,6 +88,12 @@ class Function:
                 f"{user_line(error)}: one in a comprehension, in a function whose source cannot be "
                 f"read, or in a library. Use tf.where or tf.cond, or write it as a statement."
             ) from error
+        except (IPUValueError, ProgramError) as error:
+            # A loop that stays Python's is unrolled, and then does twice what a program does once.
+            advice = autograph.advice()
+            if autograph.available() or not self._rewrites or advice in str(error):
+                raise
+            raise type(error)(f"{error} {self.__name__}: {advice}") from error
 
     def _checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with the dtypes that a signature gives them."""

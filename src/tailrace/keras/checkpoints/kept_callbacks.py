@@ -15,6 +15,7 @@ from tailrace.keras.checkpoints.callback_states import (
     set_plain_state,
 )
 from tailrace.keras.checkpoints.keeping import Keeping, TrainingProgram
+from tailrace.keras.programs.logs import flat
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.trainer.checkpoints.callback_matching import classes_of
 
@@ -165,7 +166,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         position = {
             "epoch": epoch,
             "done": done,
-            "logs": {name: _number(value) for name, value in dict(self._logs).items()},
+            "logs": {name: _number(value) for name, value in flat(dict(self._logs))},
             "random_then": self._random_then,
         }
         model: Any = self.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ import jax
 import keras
 
 from tailrace.data.trees import Tree
-from tailrace.errors import DataError
+from tailrace.errors import DataError, ProgramError
 from tailrace.feeds import buffers, dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Batches, Block, Form
@@ -58,6 +59,20 @@ class Resumed:
     after: Callable[[], None] | None
 
 
+_OF_A_CALL = (
+    "pacing",
+    "latest",
+    "_latest_count",
+    "_batches",
+    "_tickets",
+    "begun",
+    "taken",
+    "exhausted",
+    "_resumed",
+)
+"""The attributes that belong to one call of fit, evaluate or predict."""
+
+
 class Executions(ABC):
     """Takes batches from Keras' iterator and runs them, one execution per call.
 
@@ -91,6 +106,8 @@ class Executions(ABC):
         self.inside = False
         """Whether an execution has run only in part."""
         self._resumed: Resumed | None = None
+        self.nested = 0
+        """How many calls of the same model run inside callbacks of this one."""
 
     @property
     def replicas(self) -> int:
@@ -191,6 +208,32 @@ class Executions(ABC):
                 # A donated array cannot be read any more; its variable keeps the value it has.
                 if not getattr(value, "is_deleted", bool)():
                     variable.assign(value)
+
+    @contextlib.contextmanager
+    def set_aside(self, called: str) -> Iterator[None]:
+        """While a callback calls the model again: data and counts of the call around it are kept.
+
+        Args:
+            called: what it calls.
+        """
+        if self.inside or self.pacing.owes:
+            raise ProgramError(
+                f"A model can be trained further in a callback where Keras' batches and the device "
+                f"agree. Received: {called} of the model {self.model.name!r}, in a callback for a step "
+                f"in the middle of an execution. Call it in on_epoch_end, or leave out what moves "
+                f"callbacks into executions: asynchronous_callbacks, or async_safe of the callback."
+            )
+        kept = {name: getattr(self, name) for name in _OF_A_CALL}
+        self._batches, self._resumed, self._tickets = None, None, deque()
+        self.begun, self.taken, self.exhausted = 0, 0, False
+        self.nested += 1
+        try:
+            yield
+        finally:
+            self.nested -= 1
+            self.inside = False
+            for name, value in kept.items():
+                setattr(self, name, value)
 
     @abstractmethod
     def handed_over(self) -> list[Any]:

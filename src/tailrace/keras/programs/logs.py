@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
 from tailrace.spans.span import span
+
+INSIDE = "\0"
+"""Between the names of nested logs."""
 
 
 class Values(ABC):
@@ -113,3 +116,30 @@ class Unheard(dict[str, Any]):
     def items(self) -> Any:
         """Nothing: reading a value waits for the device."""
         return ()
+
+
+def flat(logs: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested logs, each with a name of its own.
+
+    >>> [name.split(INSIDE) for name, _ in flat({"loss": 1.0, "metrics": {"mae": 2.0}})]
+    [['loss'], ['metrics', 'mae']]
+    """
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{inside}{name}{INSIDE}")
+        else:
+            yield f"{inside}{name}", value
+
+
+def nested(logs: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`: logs as the step has returned them, which Keras compares with metrics."""
+    if not any(INSIDE in name for name in logs):
+        return logs
+    found: dict[str, Any] = {}
+    for name in logs:
+        *around, last = name.split(INSIDE)
+        place = found
+        for one in around:
+            place = place.setdefault(one, {})
+        place[last] = logs[name]
+    return type(logs)(found)

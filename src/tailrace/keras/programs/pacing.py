@@ -31,6 +31,7 @@ class Pacing:
         drops: whether batches at the end of an epoch are dropped.
         listeners: whether any callback uses the logs of batches.
         patience: the limits of waits for data.
+        of_fit: whether it is one of these calls, and not that of a batch alone (`train_on_batch`).
         alone: whether callbacks read the model between executions. If none does, short ones run
             together, without a visible difference.
     """
@@ -47,6 +48,7 @@ class Pacing:
     resident: Rows | None = None
     drops: bool = False
     listeners: bool = True
+    of_fit: bool = True
     alone: bool = True
     patience: Patience = dataclasses.field(default_factory=Patience)
     _together: bool = False

@@ -23,6 +23,7 @@ from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.outfeed_layers import silent
 from tailrace.keras.programs.executions import Executions, as_batch, exact
+from tailrace.keras.programs.logs import INSIDE, flat, nested
 from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
 from tailrace.messages import note_once
@@ -250,12 +251,28 @@ class Measuring(Looping, ABC):
 
     def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
-        return self.logs(self.run_blocks(state, iterator)[-1]), self._token
+        return nested(self.logs(self.run_blocks(state, iterator)[-1])), self._token
 
-    def _sent(self, logs: Mapping[str, TensorLike]) -> dict[str, Any]:
-        logs = {name: jnp.asarray(value) for name, value in logs.items()}
-        self.names = {name: value.shape for name, value in logs.items()}
-        return logs
+    def step_logs(
+        self, result: Tree, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """The logs of one step of a dispatch, flat, as Keras hands them to callbacks."""
+        found = super().step_logs(result, steps, step, replica)
+        return {name.rpartition(INSIDE)[2]: value for name, value in found.items()}
+
+    def _sent(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        sent = {name: self._as_array(name, value) for name, value in flat(logs)}
+        self.names = {name: value.shape for name, value in sent.items()}
+        return sent
+
+    def _as_array(self, name: str, value: Any) -> jax.Array:
+        try:
+            return jnp.asarray(value)
+        except (TypeError, ValueError):
+            raise ProgramError(
+                f"`{self.step_called}` returns logs: numbers by name, also in dicts of their own. "
+                f"Received: {name.replace(INSIDE, '/')}, of type {type(value).__name__}. Leave it out."
+            ) from None
 
 
 class Evaluating(Measuring):

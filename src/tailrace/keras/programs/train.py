@@ -22,6 +22,7 @@ import numpy as np
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
+from tailrace.errors import NonFiniteError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
@@ -35,6 +36,7 @@ from tailrace.keras.programs.logs import Final, Values
 from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.short_steps import ShortSteps
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
+from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
@@ -44,6 +46,7 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
 from tailrace.trainer.fitting.pace import pace_for
 from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.duties import Guarding, recording
 from tailrace.trainer.observation.journal import Journal
 
 
@@ -61,6 +64,9 @@ class Training(Executions):
         self._form: Form | None = None
         self._short: ShortSteps | None = None
         self._pending: deque[Ticket] = deque()
+        self._guarding: Guarding | None = None
+        """Does what the guard says; made anew for each fit."""
+        self._stopped_by: NonFiniteError | None = None
         self._most_steps: int | None = None
         self._contexts = contextlib.ExitStack()
         self._began = False
@@ -100,10 +106,12 @@ class Training(Executions):
         """Write the values to the variables."""
         if not self._dirty:
             return
-        self._dirty = False
         assert self.engine is not None
+        # Callbacks at the end of an epoch must see all results. First: where a guard ends the fit by
+        # them, Keras asks for the values once more.
+        self._collect()
+        self._dirty = False
         if self._form is not None:
-            self._collect()  # callbacks at the end of an epoch must see all results
             self._deliver()
         leaves = jax.tree.leaves(self.engine.state)
         # A variable may have two leaves: the loss scale is also a parameter. Both hold the same
@@ -126,8 +134,11 @@ class Training(Executions):
 
     def end(self) -> None:
         """End a fit: collects results in flight, stops threads."""
-        self._leave()
-        self._began, self._delivered = False, 0
+        if self.nested:  # history and records are those of the fit around this call
+            self.settle()
+        else:
+            self._leave()
+            self._began, self._delivered = False, 0
         super().end()
 
     def add_validation(self, values: Mapping[str, Any]) -> None:
@@ -234,10 +245,10 @@ class Training(Executions):
             self._observing = [one for one in wrappers if one.observes and one.sees_each]
             taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
         return Engine(
-            settings.loss_function(self.loss),
+            settings.loss_function(self.loss, self._choosing),
             Updates(self.model.optimizer, layout, kept),
             params,
-            accumulation=1 if settings.is_pipelined else settings.accumulation,
+            accumulation=1 if settings.is_pipelined else self._choosing(settings.accumulation),
             replicas=self.replicas,
             model_state={**others, **metrics},
             # Metrics count what their replica saw, and seeds must differ; BatchNorm's averages are
@@ -249,6 +260,12 @@ class Training(Executions):
             offload_activations=settings.options.offload_activations,
             fingerprint=settings.fingerprint,
         )
+
+    def _choosing(self, accumulation: Accumulation) -> Accumulation:
+        """How gradients are accumulated, where a function of the variable chooses dtypes."""
+        trainable = self.layout.trainable
+        pairs = zip(trainable.names, trainable.all, strict=True)
+        return accumulation.choosing_by({f"[{name!r}]": variable for name, variable in pairs})
 
     def _deliver(self) -> None:
         """Deliver the observed gradients of each batch since the last call."""
@@ -312,15 +329,13 @@ class Training(Executions):
             whole = length == steps
             staged = block.staged if whole else part(block.staged, ran * count, length * count)
             ticket = self._run(engine, staged, length, staged.room // count)
-            ready, self._dirty = ticket.ready, True
+            ready = ticket.ready
             ran += length
             if not quiet:
                 sent.append(
                     {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
                 )
-                if not self._takes_nothing:
-                    self._pending.append(ticket)
-                    self._collect(in_flight=1)
+                self._collect(in_flight=1)
         if quiet:
             return ready, self._metrics_now(engine) if self.pacing.listeners else {}
         numbers = [name for name, shape in self.names.items() if not shape]
@@ -343,26 +358,36 @@ class Training(Executions):
         )  # with the runner: steps on batches of another form take other times
         timing = room > 1 and len(trials) < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
-        ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
+        self._dirty = True  # before: an interrupt must not hide what has run
+        with recording(self.journal):
+            ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
+        if not self._takes_nothing:
+            self._pending.append(ticket)
         self.journal.began(ticket.ready)
         # An execution that compiled says nothing about the time of a step.
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
             trials.append((time.perf_counter() - started) / length)
         if len(trials) == dispatch_table.TRIALS:
-            runner.fix(engine.loop_state, engine.sight.period, min(trials))
+            with recording(self.journal):
+                runner.fix(engine.loop_state, engine.sight.period, min(trials))
         return ticket
 
     def _collect(self, in_flight: int = 0) -> None:
         """Collect results until at most `in_flight` executions are in flight."""
-        assert self.engine is not None
         while len(self._pending) > in_flight:
+            assert self.engine is not None
+            assert self._guarding is not None
             results = self.engine.collect(self._pending.popleft())
             self.journal.add(results)
-            if results.failure is not None:
-                # Later executions went on from the state after the bad step: they are void.
-                self._pending.clear()
-                raise results.failure
+            try:
+                self._guarding.check(results)
+            except NonFiniteError as error:
+                self._stopped_by = error
+                if results.failure is not None:
+                    # Later executions went on from the state after the bad step: they are void.
+                    self._pending.clear()
+                raise
 
     # -- single steps ---------------------------------------------------------------------------
 
@@ -443,6 +468,7 @@ class Training(Executions):
             if not self._began:
                 microbatches = engine.accumulation.microbatches
                 self.journal.begin(engine.step, microbatches, self.replicas)
+            self._guard(engine)
             self._most_steps = pace_for(engine, None, MOST_BYTES, None).most_steps
             self._contexts.enter_context(self.journal.open(lambda: describe(engine, 1)))
             self._contexts.enter_context(engine.delivering())
@@ -453,12 +479,24 @@ class Training(Executions):
             self._form, self._began = form, True
         return engine
 
+    def _guard(self, engine: Engine) -> None:
+        """Count skipped steps: those of a fit, also a resumed one, or of all batches given singly."""
+        if self._guarding is None or self.pacing.of_fit:
+            self._guarding = Guarding(engine, self.journal.history)
+        self._guarding.go_on()
+
     def _leave(self) -> None:
-        if self._form is not None and self.engine is not None:
-            self._collect()
-            self.engine.runner.muted = frozenset()
-        self._form = self._short = None
-        self._contexts.close()
+        contexts, self._contexts = self._contexts, contextlib.ExitStack()
+        try:
+            if self._form is not None and self.engine is not None:
+                self._collect()
+                self.engine.runner.muted = frozenset()
+        finally:
+            self._form = self._short = None
+            # However a fit ends, its run is complete; one that a guard has stopped says so.
+            error, self._stopped_by = self._stopped_by, None
+            kind = None if error is None else type(error)
+            contexts.__exit__(kind, error, None if error is None else error.__traceback__)
 
 
 def _of_one(variable: keras.Variable, value: TensorLike) -> Any:

@@ -81,7 +81,7 @@ class Options:
     pipelining_device_mapping: list[int] | None = None
     pipelining_accumulate_outfeed: bool = False
     pipelining_reduction_method: str = "sum"
-    pipelining_accumulation_dtype: str | None = None
+    pipelining_accumulation_dtype: Any = None
     pipelining_schedule: str = "grouped"
     pipelining_recompute: bool = False
     asynchronous_callbacks: bool = False
@@ -96,9 +96,15 @@ class Options:
     def saved(self) -> dict[str, Any]:
         """As plain values, for a file."""
         plain = dataclasses.asdict(self)
-        if self.gradient_accumulation_dtype is not None:
-            # By name: JSON has no dtypes.
-            plain["gradient_accumulation_dtype"] = str(jnp.dtype(self.gradient_accumulation_dtype))
+        for name in ("gradient_accumulation_dtype", "pipelining_accumulation_dtype"):
+            if callable(plain[name]):
+                note_once(
+                    "A model was saved without the function that chooses dtypes of accumulators: a "
+                    "loaded one has those of the variables."
+                )
+                plain[name] = None
+            elif plain[name] is not None:
+                plain[name] = str(jnp.dtype(plain[name]))  # by name: JSON has no dtypes
         return plain
 
     @classmethod
@@ -213,9 +219,18 @@ class Settings:
             return self.options.pipelining_gradient_accumulation_steps_per_replica or 1
         return self.accumulation.microbatches
 
-    def loss_function(self, loss: Callable[..., Any]) -> Any:
-        """The loss function for the engine: the loss, or a pipeline of it."""
-        return self._pipeline(Pipeline, loss) if self.is_pipelined else loss
+    def loss_function(
+        self,
+        loss: Callable[..., Any],
+        choosing: Callable[[Accumulation], Accumulation] = lambda accumulation: accumulation,
+    ) -> Any:
+        """The loss function for the engine: the loss, or a pipeline of it.
+
+        Args:
+            loss: the loss.
+            choosing: lets a function of the variable choose the dtypes of accumulators.
+        """
+        return self._pipeline(Pipeline, loss, choosing) if self.is_pipelined else loss
 
     def forward_pipeline(self) -> ForwardPipeline | None:
         """The forward-only pipeline; None without stages."""
@@ -225,15 +240,21 @@ class Settings:
         check_no_gaps(stages)
         return self._pipeline(ForwardPipeline, self.model)
 
-    def _pipeline(self, kind: Callable[..., _Kind], function: Callable[..., Any]) -> _Kind:
+    def _pipeline(
+        self,
+        kind: Callable[..., _Kind],
+        function: Callable[..., Any],
+        choosing: Callable[[Accumulation], Accumulation] = lambda accumulation: accumulation,
+    ) -> _Kind:
         options = self.options
+        accumulation = Accumulation(
+            self.microbatches,
+            dtype=options.pipelining_accumulation_dtype,
+            reduction=Reduction.parse(options.pipelining_reduction_method),
+        )
         return kind(
             function,
-            accumulation=Accumulation(
-                self.microbatches,
-                dtype=options.pipelining_accumulation_dtype,
-                reduction=Reduction.parse(options.pipelining_reduction_method),
-            ),
+            accumulation=choosing(accumulation),
             schedule=options.pipelining_schedule,
             device_mapping=options.pipelining_device_mapping,
             recompute=options.pipelining_recompute,

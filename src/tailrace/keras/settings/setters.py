@@ -16,7 +16,7 @@ from tailrace.errors import OptionError
 from tailrace.keras.settings.options import MetricReduction, Options, Settings, positive
 from tailrace.messages import note_once
 from tailrace.pipeline.schedule.plan import PipelineSchedule
-from tailrace.program.step.accumulation import Reduction, check_dtype
+from tailrace.program.step.accumulation import Reduction, check_choice
 
 _INSTEAD = {
     "gradient_accumulation_count": "gradient_accumulation_steps_per_replica",
@@ -83,7 +83,8 @@ class Setters:
             gradient_accumulation_steps_per_replica: the number of batches of a replica per step.
             gradient_accumulation_reduction_method: "sum" (the default), "mean" or "running_mean".
             use_v2_gradient_accumulation_optimizer: accepted; there is only one way to accumulate.
-            dtype: the dtype of the accumulators, or None for that of each variable.
+            dtype: the dtype of the accumulators, a function of the variable that returns one, or None
+                for that of each variable.
             **optimizer_kwargs: `offload_weight_update_variables` (None: where it pays),
                 `replicated_optimizer_state_sharding` and `offload_activations`, as the options of
                 `tr.Trainer`; other options of the original chip are logged and have no effect.
@@ -111,7 +112,7 @@ class Setters:
                 gradient_accumulation_reduction_method
             )
         if dtype is not None:
-            options.gradient_accumulation_dtype = str(check_dtype(dtype, "dtype"))
+            options.gradient_accumulation_dtype = check_choice(dtype, "dtype")
         self.forget_programs()
 
     def set_pipelining_options(
@@ -137,8 +138,8 @@ class Setters:
             pipeline_schedule: "grouped" (the default), "interleaved" or "sequential".
             schedule: the same, under its other name.
             recomputation_mode: anything but None recomputes activations in the backward pass.
-            gradient_accumulation_dtype: the dtype of the accumulators, or None for that of each
-                variable.
+            gradient_accumulation_dtype: the dtype of the accumulators, a function of the variable that
+                returns one, or None for that of each variable.
             accumulate_outfeed_dtype: accepted; logs are float32 sums.
             **pipelining_kwargs: as for `set_gradient_accumulation_options`.
 
@@ -171,8 +172,8 @@ class Setters:
         if recomputation_mode is not None:
             options.pipelining_recompute = bool(recomputation_mode)
         if gradient_accumulation_dtype is not None:
-            options.pipelining_accumulation_dtype = str(
-                check_dtype(gradient_accumulation_dtype, "gradient_accumulation_dtype")
+            options.pipelining_accumulation_dtype = check_choice(
+                gradient_accumulation_dtype, "gradient_accumulation_dtype"
             )
         if accumulate_outfeed_dtype is not None:
             _note_chip("accumulate_outfeed_dtype")

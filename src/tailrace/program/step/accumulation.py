@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,6 +46,17 @@ class Reduction(enum.StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Reduction:
         return member_named(cls, value, "A reduction of gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Dtypes that a function has chosen, by the path of the parameter."""
+
+    by_path: tuple[tuple[str, Any], ...]
+
+    def __call__(self, parameter: object) -> Any:
+        """Never called: an `Accumulation` looks its paths up."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +102,8 @@ class Accumulation:
                 "Weights make a weighted mean, so they do not go with reduction='sum'. "
                 "Leave the reduction out, or multiply the loss by the weight yourself."
             )
-        # A dtype class such as jnp.float32 is callable too, so dtypes are tested first.
-        if self.dtype is not None and (_is_dtype(self.dtype) or not callable(self.dtype)):
-            check_dtype(self.dtype, "dtype")
+        if self.dtype is not None:
+            check_choice(self.dtype, "dtype")
 
     @classmethod
     def of(cls, value: Accumulation | int | None) -> Accumulation:
@@ -102,8 +112,24 @@ class Accumulation:
             return value
         return cls(_check_microbatches("accumulation", 1 if value is None else value))
 
+    def choosing_by(self, variables: Mapping[str, Any]) -> Accumulation:
+        """The same, where a function that chooses dtypes is given the variables of another library.
+
+        Args:
+            variables: what the function gets, by the path of the parameter.
+        """
+        if self.dtype is None or _is_dtype(self.dtype):
+            return self
+        chosen = [
+            (path, check_dtype(self.dtype(variable), f"the dtype chosen for {path!r}"))
+            for path, variable in variables.items()
+        ]
+        return dataclasses.replace(self, dtype=_Chosen(tuple(chosen)))
+
     def dtype_of(self, parameter: TensorLike, name: str = "") -> Any:
         """The dtype of the accumulator of one parameter."""
+        if isinstance(self.dtype, _Chosen):
+            return dict(self.dtype.by_path).get(name, parameter.dtype)
         if self.dtype is None:
             return parameter.dtype
         if _is_dtype(self.dtype):
@@ -190,6 +216,14 @@ def _is_dtype(value: Any) -> bool:
     except (TypeError, ValueError, KeyError):
         return False
     return True
+
+
+def check_choice(dtype: Any, what: str) -> Any:
+    """The dtype of accumulators by its name, or the function that chooses it."""
+    # A dtype class such as jnp.float32 is callable too, so dtypes are tested first.
+    if callable(dtype) and not _is_dtype(dtype):
+        return dtype
+    return str(check_dtype(dtype, what))
 
 
 def check_dtype(dtype: DTypeLike, what: str) -> Any:

@@ -79,7 +79,7 @@ class Model(ABC):
         tensors = form.tensors_of(args, kwargs)
         self._before_run()
         options = self._options
-        parts = self._program.run(form.blocks(tensors))
+        parts = self._run(form.blocks(tensors))
         self._after_run()
         counts = (options.device_iterations, options.microbatches, options.replicas)
         assert self._forward is not None
@@ -249,6 +249,10 @@ class Model(ABC):
     @abstractmethod
     def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         """The program of a call, for training or for inference."""
+
+    def _run(self, blocks: list[Any]) -> Any:
+        """Run an execution; returns the emissions of its taps."""
+        return self._program.run(blocks)
 
     # Places to hook in, which most models leave empty.
     def _before_call(self) -> None:  # noqa: B027

@@ -8,7 +8,7 @@ and a note.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,8 +38,12 @@ _INSTEAD = {
 """What reads gradients to change them, by module, and what to write instead."""
 
 
+_noted: set[int] = set()
+"""The ids of parameters that models have trained; of others that took the place of those, too."""
+
+
 def watch_gradients() -> None:
-    """Have reading `.grad` of a parameter ask whether it trains on the device; once for a process."""
+    """Have reading `.grad` of a parameter ask whether it trains on the device, while any model does."""
     # On PyTorch's class: parameters of a class of their own would no longer be copied by
     # `nn.Parameter(p)`, and fused optimizers compare the class.
     if "grad" not in vars(torch.nn.Parameter):
@@ -48,9 +52,22 @@ def watch_gradients() -> None:
         )
 
 
+def put_back_gradients() -> None:
+    """Give PyTorch its class back once no training model is left."""
+    if "grad" in vars(torch.nn.Parameter) and not living_models():
+        del torch.nn.Parameter.grad
+        _noted.clear()
+
+
+def note_trained(parameters: Iterable[torch.Tensor]) -> None:
+    """Take note that a model has trained these parameters."""
+    _noted.update(map(id, parameters))
+
+
 def _read(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     found = _plain.__get__(parameter)
-    if found is not None:
+    # First: whoever reads the gradients of another net pays for this line alone.
+    if found is not None or id(parameter) not in _noted:
         return found
     reader = str(sys._getframe(1).f_globals.get("__name__"))
     instead = _INSTEAD.get(reader)

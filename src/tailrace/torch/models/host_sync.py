@@ -9,6 +9,7 @@ before a call          updates by other models with the same weights are applied
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -22,7 +23,7 @@ from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.base import Model
-from tailrace.torch.models.host_gradients import watch_gradients
+from tailrace.torch.models.host_gradients import put_back_gradients, watch_gradients
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
@@ -61,6 +62,7 @@ class FollowingModel(Model):
         link(module, self)
         self._sharing.join(module)
         watch_gradients()
+        weakref.finalize(self, put_back_gradients).atexit = False
         self._hook(optimizer)
         if has_stepped(optimizer):  # perhaps in another process
             note_what_is_lacking(module)
@@ -109,8 +111,9 @@ class FollowingModel(Model):
         if trainer_of(self.module) is not self:  # destroyed before
             link(self.module, self)
             self._sharing.join(self.module)
+            watch_gradients()
         self._take_shared()
-        self._note_lost_weights()
+        self._take_host_writes()
         if self._outdated():
             self._start_over(self.optimizer)
         bound = self._device_optimizer
@@ -159,16 +162,24 @@ class FollowingModel(Model):
         # PyTorch counts the writes to each tensor. Asked before every call, so kept short.
         return sum(map(_version_of, self._counted))
 
-    def _note_lost_weights(self) -> None:
-        """Log that weights were changed on the host, where the next call does not read them."""
+    def _take_host_writes(self) -> None:
+        """Train on from weights that were changed on the host, as PyTorch would.
+
+        The module's `load_state_dict` and writes in place first read the weights, so that the host has
+        those of the device. A tensor that was kept from before is written without reading.
+        """
         exists = self._program is not None or self._held is not None
-        if exists and not self._restructured and self._writes() != self._host_writes:
-            note_once(
-                "Weights were changed on the host (by a step of the optimizer, load_state_dict of the "
-                "module, or in place), but this call trains those on the device: the change is lost. "
-                "Call model.copy_weights_to_device() after it."
-            )
-            self._count_host_writes()
+        if not exists or self._restructured or self._writes() == self._host_writes:
+            return
+        if not self._dirty:
+            self.copy_weights_to_device()
+            return
+        note_once(
+            "Weights were changed on the host through tensors that were read before the last call, but "
+            "this call trains those on the device, which are newer: the change is lost. Read the "
+            "parameter from the module before you write to it."
+        )
+        self._count_host_writes()
 
     def _note_form(self) -> None:
         """Record what the program depends on, to detect changes."""

@@ -42,7 +42,8 @@ class CallLog:
         """Add a call."""
         first = results.first_step
         self.history.add({"loss": results.scalars["loss"]})
-        self.history.add_fingerprint(first, results.steps, results.fingerprint)
+        if results.fingerprint:  # a call that a guard stopped has none
+            self.history.add_fingerprint(first, results.steps, results.fingerprint)
         latest = self.hypers[max(self.hypers)] if self.hypers else None
         # Only changes are kept: a schedule that is constant for a million steps takes one row.
         if latest is None or latest.tobytes() != hypers.tobytes():

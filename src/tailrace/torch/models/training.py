@@ -23,13 +23,16 @@ from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
+from tailrace.torch.models.host_gradients import note_trained, put_back_gradients
 from tailrace.torch.models.host_sync import FollowingModel, note_hooks_of_steps
 from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
+from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
+from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.outcome import Replay
 
 
@@ -54,6 +57,7 @@ class TrainingModel(FollowingModel):
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self._programs = 0
+        self._noted: DeviceOptimizer | None = None
         self._log: CallLog | None = None
         self._begin(optimizer)
 
@@ -243,6 +247,8 @@ class TrainingModel(FollowingModel):
         self._forget_program()
         self._sharing.leave()
         unlink(self.module, self)
+        self._noted = None
+        put_back_gradients()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -281,15 +287,32 @@ class TrainingModel(FollowingModel):
         )
         return dataclasses.replace(self._options, run_dir=directory)
 
-    def _after_run(self) -> None:
+    def _run(self, blocks: list[Any]) -> Any:
+        try:
+            return self._program.run(blocks, self._moved)
+        finally:
+            # Also of a call that failed: later calls go on from what it has trained.
+            if self._program.latest is not None:
+                self._log_call(self._program.latest)
+
+    def _moved(self) -> None:
+        """Take note that the device has other weights than the host, from now on."""
+        if self._device_optimizer is not self._noted:
+            self._noted = self._device_optimizer
+            note_trained(self.trained_tensors)
         self._dirty = True
-        if self._options.fingerprint:
-            options, results = self._options, self._program.latest
-            if self._log is None:
-                first, counts = results.first_step, (options.microbatches, options.replicas)
-                self._log = CallLog(History(first, *counts))
-            self._log.add(results, self._hypers)
         self.version += 1
-        note_hooks_of_steps(self.optimizer, [hook.id for hook in self._hooks])
         # Schedulers check whether the optimizer has made a step; it has, on the device.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _log_call(self, results: Results) -> None:
+        options = self._options
+        if not options.fingerprint:
+            return
+        if self._log is None:
+            first, counts = results.first_step, (options.microbatches, options.replicas)
+            self._log = CallLog(History(first, *counts))
+        self._log.add(results, self._hypers)
+
+    def _after_run(self) -> None:
+        note_hooks_of_steps(self.optimizer, [hook.id for hook in self._hooks])

@@ -22,7 +22,7 @@ from tailrace.taps.frame import Emission
 from tailrace.taps.probe import probed
 from tailrace.taps.tap import Chosen, check_bytes, parse_taps
 from tailrace.torch.calls.options import ModelOptions
-from tailrace.torch.programs.portions import Portions
+from tailrace.torch.programs.portions import Portions, Sent
 from tailrace.torch.tracing.forward import Forward
 
 
@@ -77,9 +77,11 @@ class InferenceProgram:
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """Run one execution; returns the emissions of its taps."""
         numbers = Numbers(self.seed, self.calls)
-        emitted, ticket = self.portions.dispatch(self.loop_state, numbers, blocks)
+        sent = Sent()
+        self.portions.dispatch(self.loop_state, numbers, blocks, sent)
+        emitted = self.portions.results(sent)
         # Without emissions nothing else waits, and the caller's memory is in use until the end.
-        jax.block_until_ready(ticket)
+        jax.block_until_ready(sent.ready)
         parts = take_records(
             self._by_batch(emitted),
             self._chosen(),

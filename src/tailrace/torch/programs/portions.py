@@ -59,6 +59,21 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
     return tuple(length * period for length in lengths)
 
 
+@dataclasses.dataclass
+class Sent:
+    """What has left the portions of a call so far, in transfer from the device.
+
+    Attributes:
+        parts: the emissions of each portion.
+        ready: an array that is ready when the last of them has finished.
+        steps: their steps.
+    """
+
+    parts: list[dict[Hashable, Emission]] = dataclasses.field(default_factory=list)
+    ready: Any = None
+    steps: int = 0
+
+
 class Portions:
     """The execution of a call, in as many dispatches as pay off.
 
@@ -108,38 +123,38 @@ class Portions:
         state: LoopState,
         numbers: Numbers,
         arrays: list[Any],
-        began: Callable[[Any, int], None] | None = None,
-    ) -> tuple[dict[Hashable, Emission], Any]:
-        """Run a call on its elements, stacked.
+        sent: Sent,
+        moved: Callable[[int], None] | None = None,
+    ) -> None:
+        """Start a call on its elements, stacked; does not wait for it.
 
         Args:
             state: where its state is on the device.
             numbers: its seed and its first step.
             arrays: its elements.
-            began: called before the wait for its end, with an array that is ready then, and the number
-                of its dispatches.
-
-        Returns:
-            Its emissions, on the host, and an array that is ready when it has finished.
+            sent: gets what leaves each portion, also if a later one fails.
+            moved: called with the number of steps after each portion: the state is that after them.
         """
         blocks = CallBlocks(arrays, self.counts, self._sharding, self._replicas)
         each = self._each
-        parts: list[dict[Hashable, Emission]] = []
-        ticket: Any = None
         for number, length in enumerate(self.lengths, start=1):
             runner = self._runner if number == len(self.lengths) else self._body
             with span("infeed copy", elements=length * each):
                 block = blocks.take(length * each)
-            emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
-            parts.append(emitted)
+            emitted, sent.ready = runner.dispatch(state, length, numbers, 0, self._period, block)
+            sent.parts.append(emitted)
+            sent.steps += length
+            if moved is not None:
+                moved(length)
             numbers = numbers.after(length)
-        if began is not None:
-            began(ticket, len(self.lengths))
+
+    def results(self, sent: Sent) -> dict[Hashable, Emission]:
+        """Wait for a call; its emissions, on the host."""
         if self._transfers:
             # All copies are started before the first is waited for.
-            start_copying([list(part.values()) for part in parts])
-        with waiting_for(ticket, "outfeed copy"):
-            return joined(parts), ticket
+            start_copying([list(part.values()) for part in sent.parts])
+        with waiting_for(sent.ready, "outfeed copy"):
+            return joined(sent.parts)
 
 
 def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emission]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,19 +26,23 @@ from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
 from tailrace.records.records import Part, Records
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import Observe, check_bytes, parse_taps
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.loss_scaling import FACTOR
-from tailrace.torch.programs.portions import Portions
+from tailrace.torch.programs.open_run import OpenRun
+from tailrace.torch.programs.portions import Portions, Sent
 from tailrace.torch.tracing.forward import Forward
 from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
+from tailrace.trainer.fitting.interrupts import held_back
 from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.duties import Guarding, recording
 from tailrace.trainer.observation.journal import Journal
 
 _HYPER = "optimizer_state/hyper"
@@ -136,14 +141,21 @@ class TrainingProgram:
         self.feed = HandedFeed(forward.form.spec())
         """Says what the elements of a call look like."""
         self.latest: Results | None = None
-        """What the latest call left behind."""
+        """What the latest call left behind; None if it left nothing."""
+        self._compiled = False
         self.engine.use(self.feed)
         steps, runner, sight = options.device_iterations, self.engine.runner, self.engine.sight
         microbatches = self.engine.accumulation.microbatches
         check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
-        self._open = contextlib.ExitStack()
-        self._open.enter_context(self.engine.delivering())
-        self._open.enter_context(self.journal.open(lambda: describe(self.engine, steps)))
+        self._outfeeds = contextlib.ExitStack()
+        self._outfeeds.enter_context(self.engine.delivering())
+        # A catalogue of a thousand tensors takes tens of milliseconds, so only if something keeps it.
+        kept = self.journal.sink is not None
+        self._run = OpenRun(self.journal, describe(self.engine, steps) if kept else {})
+        self._run.open()
+        weakref.finalize(self, self._run.close).atexit = False  # it closes itself then
+        # Over all calls: nobody but the user knows where one training ends and another begins.
+        self._guarding = Guarding(self.engine, History())
         # The elements of a call have one fingerprint, so they are dispatched together.
         whole = forward.form.resident or options.fingerprint
         self.portions = Portions(runner, sight, steps, whole)
@@ -151,22 +163,61 @@ class TrainingProgram:
     def compile(self) -> None:
         """Compile without running anything."""
         self.portions.compile(self.engine.loop_state)
+        self._compiled = True
 
-    def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
-        """Run one execution; returns the emissions of its taps."""
+    def run(self, blocks: list[Any], moved: Callable[[], None]) -> dict[tuple[str, str], Part]:
+        """Run one execution; returns the emissions of its taps.
+
+        Whatever ends it, the state, the step and the history agree, and a run directory is complete.
+
+        Args:
+            blocks: its elements.
+            moved: called once the state on the device is no longer what it was.
+        """
         engine, options = self.engine, self.options
+        self.latest = None
+        self._run.open()
         # Of this call alone: `model.history` is that of the latest one.
         self.journal.begin(engine.step, options.microbatches, options.replicas)
-        numbers = Numbers(engine.seed, engine.step)
-        with within_memory(engine, options.device_iterations):
-            began = self.journal.began
-            emitted, ready = self.portions.dispatch(engine.loop_state, numbers, blocks, began)
-        ticket = engine.dispatched(options.device_iterations, emitted, ready)
-        self.latest = results = engine.collect(ticket)
-        self.journal.add(results)
-        if results.failure is not None:
-            raise results.failure
-        return {(part.name, part.kind): part for part in results.parts}
+        self._guarding.go_on()
+        try:
+            with recording(self.journal), within_memory(engine, options.device_iterations):
+                if not self._compiled:
+                    self.compile()  # minutes, which Ctrl-C may end
+            with held_back():
+                self._advance(blocks, moved)
+        except BaseException as error:
+            self._run.close(error)
+            raise
+        assert self.latest is not None
+        return {(part.name, part.kind): part for part in self.latest.parts}
+
+    def _advance(self, blocks: list[Any], moved: Callable[[], None]) -> None:
+        """Dispatch an execution and take its results."""
+        engine, first, sent = self.engine, self.engine.step, Sent()
+
+        def past(steps: int) -> None:
+            engine.step += steps
+            moved()
+
+        try:
+            numbers = Numbers(engine.seed, first)
+            with recording(self.journal), within_memory(engine, self.options.device_iterations):
+                self.portions.dispatch(engine.loop_state, numbers, blocks, sent, past)
+        finally:
+            # Also of a call that failed between its portions: what ran counts.
+            if sent.parts:
+                self.journal.began(sent.ready, len(sent.parts))
+                self._take(first, sent)
+
+    def _take(self, first_step: int, sent: Sent) -> None:
+        engine = self.engine
+        with within_memory(engine, sent.steps):
+            emitted = self.portions.results(sent)
+        ticket = engine.ticket(first_step, sent.steps, emitted, sent.ready)
+        self.latest = engine.collect(ticket)
+        self.journal.add(self.latest)
+        self._guarding.check(self.latest)
 
     @property
     def records(self) -> Records:
@@ -227,7 +278,8 @@ class TrainingProgram:
 
     def close(self) -> None:
         """Close; history and records on disk are complete afterwards."""
-        self._open.close()
+        self._run.close()
+        self._outfeeds.close()
 
 
 def as_pipeline(

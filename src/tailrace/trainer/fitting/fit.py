@@ -13,7 +13,12 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, DataExhausted, DeviceMemoryError, WaitStopped
+from tailrace.errors import (
+    DataError,
+    DataExhausted,
+    DeviceMemoryError,
+    WaitStopped,
+)
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
@@ -21,7 +26,6 @@ from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
 from tailrace.program.step.accumulation import check_weights
-from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
@@ -46,10 +50,9 @@ from tailrace.trainer.fitting.step_counts import (
     too_short,
 )
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.observation.bundles import keep_bundle
+from tailrace.trainer.observation.duties import Guarding, record_compilation
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.monitoring import Monitor
-from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 
 
 class Fit:
@@ -99,7 +102,7 @@ class Fit:
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset, self._announced = dataset, ""
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
-        self._skipped, self._over = _skipped_in(journal.history), False
+        self._guarding = Guarding(engine, journal.history)
         self.told: Told | None = None
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
@@ -314,9 +317,8 @@ class Fit:
             results = self.journal.add(results)
             if results.weights is not None:  # after the journal has what was trained
                 check_weights(results.weights, partial(_place_of, results.first_step))
-            if results.failure is not None:
-                # Before callbacks: the bundle needs the state, which one of them may change.
-                keep_bundle(self.engine, results.failure)
+            # Before callbacks: a bundle needs the state, which one of them may change.
+            if self._guarding.keep(results):
                 self._drop_pending()  # executions after the bad step changed nothing
             try:
                 self._tell(results)
@@ -339,12 +341,10 @@ class Fit:
 
     def _check(self, results: Results) -> None:
         """Raise the error of an execution, if it has one: its steps are recorded, and were told."""
-        if results.failure is not None:
-            raise results.failure
         # Which values a step has is known now, long before the epoch is over whose end needs them.
-        while self._unchecked:
+        while self._unchecked and results.failure is None:
             self._unchecked.pop().check_logged(self.journal.history.step_names)
-        self._count_skipped(results)
+        self._guarding.end(results)
 
     def _drop_pending(self) -> None:
         """Forget executions whose steps do not count; the engine is at the last step that does."""
@@ -361,19 +361,7 @@ class Fit:
         if begins or text == self._announced:
             self._announced = text if begins else ""
             self.bar.compiling(self._announced)
-        if not begins:
-            logger.info(f"Compiled {compilation}.")
-            self.journal.add_compilation(compilation)
-
-    def _count_skipped(self, results: Results) -> None:
-        """Stop if more steps were skipped than the guard allows."""
-        guard = self.engine.guard
-        if guard is not None and "skipped" in results.scalars and guard.skips:
-            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
-            self._skipped += [results.first_step + int(number) for number in bad]
-            if bad.size and len(self._skipped) > guard.limit and not self._over:
-                self._over = True  # once: what is in flight is collected after it
-                raise too_many_skipped(self._skipped, guard.limit)
+        record_compilation(self.journal, compilation)
 
     # -- between executions ---------------------------------------------------------------------
 
@@ -418,10 +406,3 @@ def _place_of(first_step: int, index: tuple[int, ...]) -> str:
     )
     trained = "; the state was trained with it"
     return ", ".join(f"{name} {number}" for name, number in parts) + trained
-
-
-def _skipped_in(history: History) -> list[int]:
-    """The steps of a history that a guard skipped."""
-    if "skipped" not in history.step_names:
-        return []
-    return [int(step) for step in history.steps[history.each("skipped").max(axis=(1, 2)) > 0]]

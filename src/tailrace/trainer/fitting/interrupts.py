@@ -10,6 +10,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -78,3 +80,43 @@ class Interrupts:
 def meaning(number: int) -> BaseException:
     """The exception for a signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+@contextmanager
+def held_back() -> Generator[None]:
+    """Hold back signals that raise, until the context ends; a second one raises at once.
+
+    For a loop that is the user's own, with the user's handlers: what belongs together (the state on the
+    devices, its step, its history) changes together, or a Ctrl-C leaves it half done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def put_back() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        handler = before.get(number)
+        if came and handler is not None:
+            put_back()
+            handler(number, frame)
+        came.append(number)
+
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        # One that is ignored, or ends the process, does so in the middle as well.
+        if callable(handler):
+            before[number] = handler
+            signal.signal(number, hold)
+    handlers = dict(before)
+    try:
+        yield
+    finally:
+        waiting = bool(before)  # otherwise the second one has raised
+        put_back()
+        for number in came[:1] if waiting else ():
+            handlers[number](number, None)

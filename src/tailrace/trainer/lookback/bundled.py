@@ -43,5 +43,7 @@ def replay_bundle(
         results = twin.collect(twin.dispatch(1, following=0))
     finally:
         feed.rest()
+    if results.failure is not None:
+        raise results.failure
     loss, step = float(results.losses[0]), int(note["step"])
     return Replay(step, loss, results.records, [], [], step, source="bundle")

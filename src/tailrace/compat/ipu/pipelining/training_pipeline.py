@@ -76,7 +76,7 @@ class Training:
             options.mini_batches,
             options.gradient_accumulation_dtype,
             options.reduction_method.reduction,
-        )
+        ).choosing_by({f"[{number}]": variable for number, variable in enumerate(self.trained)})
         # The optimizer gets gradients of the accumulators' dtype.
         self._apply_found = discover(self._apply, (self._accumulation.zeros(values),))
         self.slots = [v for v in self._apply_found.variables.values() if id(v) not in ours]
@@ -114,7 +114,7 @@ class Training:
         try:
             with engine.delivering():
                 # Nothing is staged for a next call, which may never come.
-                engine.collect(engine.dispatch(options.repeat_count, following=0))
+                results = engine.collect(engine.dispatch(options.repeat_count, following=0))
         finally:
             # No thread between calls, which may be far apart.
             feed.rest()
@@ -124,6 +124,10 @@ class Training:
         ):
             write_host(variable, value)
         self._left = [value_of(variable) for variable in variables]
+        if (
+            results.failure is not None
+        ):  # only now: the variables are those after the steps that ran
+            raise results.failure
         if self._private is not None:
             self._deliver_sums()
 
