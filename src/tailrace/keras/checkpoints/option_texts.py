@@ -20,7 +20,7 @@ def option_texts(model: keras.Model, settings: Settings) -> dict[str, str]:
         options.pipelining_reduction_method,
         options.pipelining_accumulation_dtype,
     )
-    optimizer = keras.optimizers.serialize(model.optimizer)
+    optimizer: Any = keras.optimizers.serialize(model.optimizer)
     # Keras counts names up in a process.
     config = {k: v for k, v in optimizer["config"].items() if k != "name"}
     return {
