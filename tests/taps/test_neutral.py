@@ -140,6 +140,64 @@ def test_inside_functions_that_are_jitted(staged):
     assert_bits_equal(run([inside]), run(()))
 
 
+def constants(params, x, y):
+    """Programs inside that return constants: literals, not values."""
+    h = x @ params["out"]
+    h = h + jax.lax.cond(x.min() < 0, lambda: 0.5, lambda: 0.0)
+    h = h + jax.lax.switch(jnp.int32(x[0, 0] > 0), [lambda: 1.0, lambda: 2.0])
+    carry, ones = jax.lax.scan(lambda c, row: (c * row.sum(), 1.0), params["stack"][0, 0, 0], x)
+    return ((h - y) ** 2).mean() * jax.jit(lambda: 2.0)() + jnp.tanh(carry) * ones.sum()
+
+
+@pytest.mark.parametrize("taps", ["stats", "gradients"])
+def test_constants_that_inner_programs_return(taps):
+    assert_bits_equal(trained(constants, elements(7), STACK, EVERYTHING[taps]), untapped(constants))
+
+
+def staged(params, x, y):
+    """The parameters of both stages are cast before the first one."""
+    with jax.named_scope("first"):
+        h = tr.stage_boundary(jnp.tanh(x @ params["stack"][0] + params["stack"][1, 0]))
+    with jax.named_scope("second"):
+        return ((h @ params["out"][:, 0] - y[:, 0]) ** 2).mean()
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_stages_of_narrow_floats(precision):
+    def run(taps):
+        model = tr.Pipeline(staged, accumulation=4)
+        return trained(model, elements(20), STACK, taps, "adam", steps=5, precision=precision)
+
+    plain = run(())
+    for taps in (["activation/*"], ["cotangent/*"]):
+        assert_bits_equal(run(taps), plain)
+
+
+def test_a_cast_that_two_stages_use():
+    def shared(params, x, y):
+        h = tr.stage_boundary(jnp.tanh(x @ params["stack"][0]))
+        return ((jnp.tanh(h @ params["stack"][0]) @ params["out"] - y) ** 2).mean()
+
+    def run(taps):
+        trainer = tr.Trainer(
+            tr.Pipeline(shared, accumulation=4),
+            optax.sgd(0.1),
+            STACK,
+            observe=taps,
+            precision="bfloat16",
+        )
+        trainer.fit(elements(4), steps=1)
+        return trainer
+
+    plain, tapped = run(()), run([tr.Tap(["cotangent/:convert_element_type*"], reduce="tensor")])
+    assert_bits_equal(tapped.state, plain.state)
+    # As of a weight that several stages use: each has a gradient of its own.
+    parts = [f"cotangent/:convert_element_type.1@{stage}" for stage in (0, 1)]
+    assert set(parts) <= set(tapped.records.names), tapped.records.names
+    assert tapped.records[parts[0]].values.any()
+    assert tapped.records[parts[1]].values.any()
+
+
 def test_the_result_of_an_observed_function():
     def step(params, x, y):
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x, y)

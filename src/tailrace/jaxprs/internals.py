@@ -72,6 +72,7 @@ __all__ = [
     "batching",
     "bind_again",
     "compiler_options",
+    "kernels_of_any_size",
     "separate_kernels",
     "contents",
     "coordination_client",
@@ -179,6 +180,10 @@ _SAME = {
 """Operations with other names in newer versions or under upgrade flags."""
 
 
+_BINDING_AXES = ("shard_map", "xla_pmap")
+"""Calls that define the names of mesh axes for the program inside."""
+
+
 def operation(eqn: JaxprEqn) -> str:
     """The operation of an equation, by the name of its primitive in JAX 0.10."""
     name = eqn.primitive.name
@@ -259,6 +264,9 @@ def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
     equation's: this excludes the scalar function inside a reduction, which is not called on the
     operands.
     """
+    # Its contents mean something only inside it: they may name its mesh axes.
+    if operation(eqn) in _BINDING_AXES:
+        return None
     # By forms, not by the name of a parameter: those differ between primitives and versions.
     for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
         if _same_forms(inner.invars, eqn.invars) and _same_forms(inner.outvars, eqn.outvars):
@@ -453,6 +461,16 @@ def separate_kernels(platform: str) -> dict[str, str]:
     have more kernels than any program is never made; what the kernels compute is the same.
     """
     return {"xla_gpu_graph_min_graph_size": "2147483647"} if platform == "gpu" else {}
+
+
+def kernels_of_any_size(platform: str) -> dict[str, str]:
+    """Options by which loops are compiled alike, however small they are.
+
+    XLA's CPU compiler makes one kernel of a loop that touches less than about 1 KiB. In it, products
+    are added up in another order, and bfloat16 is rounded in fewer places. One more value in the loop,
+    such as what a tap reads, and it is compiled as larger ones are.
+    """
+    return {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
 
 
 def _has_windows(equations: Iterable[JaxprEqn]) -> bool:

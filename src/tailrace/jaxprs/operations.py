@@ -9,6 +9,7 @@ from typing import Any
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Atom, JaxprEqn, Primitive, primitives
+from tailrace.jaxprs.marks import mark_p
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -81,8 +82,10 @@ def is_rearrangement(eqn: JaxprEqn) -> bool:
 
 def keeps_expensive(primitive: Primitive, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: save expensive results, and masks, which are small."""
-    # A mask takes one byte an element and saves recomputing what it was compared from.
-    return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
+    # A mask takes one byte an element and saves recomputing what it was compared from. A mark is the
+    # value that it names, which must not be kept because a tap looks at it.
+    cheap = primitive is mark_p or primitive.name in _CHEAP
+    return primitive.name in _COMPARISONS or not cheap
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:

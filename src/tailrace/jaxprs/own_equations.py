@@ -74,6 +74,14 @@ def has_role(eqn: JaxprEqn, role: str) -> bool:
     return eqn.primitive is mark_p and eqn.params["tag"].role == role
 
 
+def named_for_stage(eqn: JaxprEqn, stage: int) -> JaxprEqn:
+    """A mark whose value several stages compute, for one of them; any other equation unchanged."""
+    tag = tag_in(eqn)
+    if tag is None:
+        return eqn
+    return eqn.replace(params={**eqn.params, "tag": dataclasses.replace(tag, payload=stage)})
+
+
 def queue_in(eqn: JaxprEqn) -> Any:
     """The infeed that a dequeue reads."""
     # Held weakly: JAX's caches keep parameters alive, and would keep a dataset alive with its queue.

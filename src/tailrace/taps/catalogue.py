@@ -249,10 +249,12 @@ def check_selection(select: Select) -> None:
 def matches(select: Select, entry: Entry) -> bool:
     """Whether a selection includes a tensor."""
     if isinstance(select, str):
-        # A name without an index selects all values that leave the scope.
+        # A name without an index selects all values that leave the scope, and one without a stage
+        # the gradients of all stages.
         plain = not any(c in select for c in "*?")
         if plain:
-            return entry.name == select or re.sub(r"\[\d+\]$", "", entry.name) == select
+            whole = re.sub(r"@\d+$", "", entry.name)
+            return select in (entry.name, whole, re.sub(r"\[\d+\]$", "", whole))
         # Not `fnmatch`, which ignores case on Windows. A "[" is part of names (`dense[0]`), not a
         # set of characters.
         return fnmatch.fnmatchcase(entry.name, select.replace("[", "[[]"))

@@ -82,13 +82,15 @@ class Namer:
                 name = call_name(eqn)
                 inner_called = f"{called}{name}/" if name else called
                 within = (*layers, length) if length is not None else layers
-                # Of its results, those that the forward pass outside uses, and its carry.
-                used = {
+                # Of its results, those that the forward pass outside uses, and its carry. A constant
+                # is a literal there, and no value of the program.
+                used: set[Atom] = {
                     inside
                     for place, (inside, outside) in enumerate(
                         zip(inner.outvars, eqn.outvars, strict=False)
                     )
-                    if place < carried or outside in program.users or outside in results
+                    if isinstance(inside, Var)
+                    and (place < carried or outside in program.users or outside in results)
                 }
                 yield from self._walk(inner, (*here, number), scopes, inner_called, within, used)
         yield from self._leaving(program, around, layers, results)

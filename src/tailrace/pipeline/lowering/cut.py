@@ -30,7 +30,7 @@ from tailrace.jaxprs.internals import (
     variables,
 )
 from tailrace.jaxprs.operations import name_of
-from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
+from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, named_for_stage, tag_in
 from tailrace.jaxprs.stretches import Emit, live_ins, run
 from tailrace.pipeline.boundary import BESIDE, ROLE
 
@@ -137,7 +137,12 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     results = set(variables(outvars))
     pieces = []
     for region in order:
-        own = [e for e, home in zip(equations, homes, strict=True) if region in home]
+        own = [
+            # Each piece has a gradient of its own of a value that several of them compute.
+            named_for_stage(eqn, region[0]) if len(home) > 1 else eqn
+            for eqn, home in zip(equations, homes, strict=True)
+            if region in home
+        ]
         inputs = tuple(var for var in live_ins(own) if var not in consts)
         # Members of a group run in the same tick: no message could bring the value in time.
         _check_beside(region, inputs, made_in)
@@ -253,11 +258,13 @@ def _homes(
     """The regions in which each equation is computed; equations of `claimed` values are not moved."""
     # Light: depends on parameters alone, so each piece that uses it can compute it. Loose: depends
     # on the element alone, so the one piece that uses it can compute it instead. An equation that
-    # has effects, names a value or draws a key stays where it was traced.
+    # has effects, sends a value out or draws a key stays where it was traced. One that names a value
+    # goes with it: a tap must not decide what is computed where.
     light, loose = set(fixed), set(anywhere)
     is_light, is_loose = [], []
     for eqn in equations:
-        quiet = not eqn.effects and not is_mark(eqn) and ambient_in(eqn) is None
+        sends = is_mark(eqn) and not has_role(eqn, "value")
+        quiet = not eqn.effects and not sends and ambient_in(eqn) is None
         operands = variables(eqn.invars)
         is_light.append(quiet and all(var in light for var in operands))
         is_loose.append(quiet and all(var in loose for var in operands))

@@ -26,7 +26,7 @@ from tailrace.jaxprs.operations import checkpoint_of
 from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
 from tailrace.pipeline.lowering.loop_residuals import emit_lean, has_loop
-from tailrace.pipeline.lowering.residuals import reading, select
+from tailrace.pipeline.lowering.residuals import Selection, reading, select
 from tailrace.pipeline.lowering.stage import Residual, Stage, Stages
 
 _CHECKPOINT = "tailrace_checkpoint"
@@ -127,7 +127,7 @@ def _differentiated(
     fixed = [var for outer, var in inputs if outer in cut.parameters]
     free = [var for outer, var in inputs if outer in cut.everywhere]
     chosen = select(closed, needed, fixed, free)
-    outputs, places = _placed(closed, chosen.kept, len(piece.outputs))
+    outputs, places = _placed(closed, chosen, len(piece.outputs))
     numbers = {var: i for i, var in enumerate(cut.parameters)}
     return Stage(
         piece.stage,
@@ -185,22 +185,27 @@ def _traced_apart(
 
 
 def _placed(
-    closed: ClosedJaxpr, kept: Sequence[Var], results: int
+    closed: ClosedJaxpr, chosen: Selection, results: int
 ) -> tuple[list[Any], tuple[Residual, ...]]:
     """The outputs of a forward that returns the values to keep too, and the place of each of these.
 
     A kept value that is already an input or one of the `results` is not returned again.
     """
     outputs: list[Any] = list(closed.jaxpr.outvars[:results])
-    places = {v: Residual("output", i) for i, v in enumerate(outputs) if isinstance(v, Var)}
+    # A result that is only named by a mark is the value that was marked: it is not kept twice.
+    places = {
+        chosen.unmarked.get(v, v): Residual("output", i)
+        for i, v in enumerate(outputs)
+        if isinstance(v, Var)
+    }
     # After the outputs, so that an input wins where the forward returns it too: parameters and the
     # element are readable in the backward's tick, and take no slot of the stash.
     places.update((v, Residual("input", i)) for i, v in enumerate(closed.jaxpr.invars))
-    for var in kept:
+    for var in chosen.kept:
         if var not in places:
             places[var] = Residual("output", len(outputs))
             outputs.append(var)
-    return outputs, tuple(places[var] for var in kept)
+    return outputs, tuple(places[var] for var in chosen.kept)
 
 
 def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:

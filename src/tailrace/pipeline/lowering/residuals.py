@@ -16,7 +16,7 @@ twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,11 +42,13 @@ class Selection:
         kept: variables of the forward that the backward reads: inputs, or results to be stashed.
         again: equations of the forward that the backward runs again on them.
         residuals: the values that the derivative reads, computed by these; literals are unchanged.
+        unmarked: the value behind each variable that a mark defines.
     """
 
     kept: tuple[Var, ...]
     again: tuple[JaxprEqn, ...]
     residuals: tuple[Any, ...]
+    unmarked: Mapping[Var, Any]
 
 
 def select(
@@ -86,6 +88,7 @@ def select(
         tuple(var for var in kept if var not in jaxpr.constvars),
         tuple(equations[index] for index in sorted(again)),
         tuple(same.get(var, var) if isinstance(var, Var) else var for var in residuals),
+        same,
     )
 
 

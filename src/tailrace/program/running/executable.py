@@ -12,7 +12,7 @@ import jax
 
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
-from tailrace.jaxprs.internals import Var, compiler_options, separate_kernels
+from tailrace.jaxprs.internals import Var, compiler_options, kernels_of_any_size, separate_kernels
 from tailrace.program.compiling.compilations import Compilation, compiling
 from tailrace.program.compiling.compiled_programs import compiled_program
 from tailrace.program.running.device_program import DeviceProgram
@@ -93,6 +93,10 @@ class Executable:
                 lowered = self._program.jitted(self._donated).lower(*arguments)
                 platform = devices.platform()
                 options = compiler_options(self.segment.equations, platform)
+                # A pipeline has a loop for each job, and small ones would be common. A plain loop must
+                # have the bits of the `lax.scan` that a user writes, which XLA compiles as it likes.
+                if self._program.plan is not None:
+                    options = {**(options or {}), **kernels_of_any_size(platform)}
                 if self.separate:
                     options = {**(options or {}), **separate_kernels(platform)}
                 # Only compilation is cached, not lowering: the key of the cache is the lowered

@@ -115,9 +115,14 @@ def _refuse_absent(taps: Sequence[AnyTap], absent: Catalogue, catalogue: Catalog
 
 
 def full_name(tag: Tag) -> str:
-    """The name of a marked value; the gradient that flows back through a mark has a different one."""
-    back = tag.direction == COTANGENT
-    return tag.name.replace(*COTANGENT_OF, 1) if back else tag.name
+    """The name of a marked value; the gradient that flows back through a mark has a different one.
+
+    Of a value that several stages compute, each has a gradient: `cotangent/cast@0`.
+    """
+    if tag.direction != COTANGENT:
+        return tag.name
+    part = "" if tag.payload is None else f"@{tag.payload}"
+    return tag.name.replace(*COTANGENT_OF, 1) + part
 
 
 def _entry(place: Place) -> Entry | None:
