@@ -56,6 +56,39 @@ def numbers(staged):
 DEVICE = jax.devices()[0]
 
 
+class BlockingAtOnce(Blocking):
+    """Blocks when it is iterated, before it has returned an iterator."""
+
+    def __iter__(self):
+        self.clock.now += 3600
+        assert self.gate.wait(LIMIT_S), "something waits for the dataset"
+        return iter([(np.ones((4, 2), np.float32),)] * 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda data, trainer: tr.InfeedQueue(data, timeout_s=0.2).spec(),
+        lambda data, trainer: trainer.fit(data, steps=2, timeout_s=0.2, progress=False),
+        lambda data, trainer: trainer.evaluate(data, timeout_s=0.2),
+        lambda data, trainer: trainer.predict(data, lambda w, x: x, timeout_s=0.2),
+        lambda data, trainer: tr.dataset_benchmark(data, 1, 2, timeout_s=0.2),
+    ],
+    ids=["queue", "fit", "evaluate", "predict", "benchmark"],
+)
+def test_the_limit_counts_from_the_first_call_of_iter(clock, use):
+    data = BlockingAtOnce(clock)
+    trainer = tr.Trainer(
+        lambda w, x: (x @ w).mean(), optax.sgd(0.1), np.zeros(2, np.float32), steps_per_execution=2
+    )
+    try:
+        with pytest.raises(tr.errors.DataTimeout, match="element 0 of the dataset"):
+            use(data, trainer)
+    finally:
+        data.gate.set()
+    assert len(trainer.fit(data, steps=2, timeout_s=LIMIT_S, progress=False).loss) == 2
+
+
 def test_a_limit_names_the_source_and_the_element(blocking):
     with tr.InfeedQueue(blocking, timeout_s=0.2) as queue:
         assert numbers(queue.take(2, DEVICE)) == [0, 1]

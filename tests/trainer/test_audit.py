@@ -60,6 +60,27 @@ def killed(tmp_path_factory):
     return train(folder, kills=(5, 14, 30, 31, 66)), folder
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_in_one_order_are_noted(tmp_path, shuffle):
+    """A loader that forgets to shuffle: nothing is lost, but every epoch is the same."""
+
+    def loader():
+        for epoch in (1, 1, 1) if not shuffle else (1, 2, 3):
+            yield [
+                (X[rows], Y[rows])
+                for rows in np.random.default_rng(epoch).permutation(96).reshape(-1, 4)
+            ]
+
+    passes = loader()
+    run = train(tmp_path, dataset=lambda: lambda: next(passes))
+    found = audit(run)
+    assert found.is_clean
+    assert (
+        "every epoch of the fit of step 0 consumed the same elements in the same order"
+        in str(found)
+    ) == (not shuffle)
+
+
 def test_kills_leave_it_clean(killed):
     run, _ = killed
     found = audit(run, data())

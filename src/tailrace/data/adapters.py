@@ -7,13 +7,13 @@ batches yet; it is never a dataset.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
-from tailrace.data.dataset import Dataset
+from tailrace.data.dataset import Dataset, hinted_length
 from tailrace.data.foreign import FOREIGN
 from tailrace.data.leaves import to_numpy_tree
 from tailrace.data.resumable import resumable
@@ -32,6 +32,7 @@ class ArrayBatches(Dataset):
 
     def __init__(self, batches: Batches) -> None:
         self._batches = self.fast = batches
+        self.exact = self.pure = True
         self.name = f"batches of {batches.batch_size} from {batches.num_examples} examples"
         self.endless = batches.repeat
         self.length = None if batches.repeat else len(batches)
@@ -45,28 +46,32 @@ class PlainIterable(Dataset):
     """Anything that returns a new iterator from each `iter()`."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
-        self._iterable = iterable
+        self._iterable = self.origin = iterable
         self.name = type(iterable).__name__
-        try:
-            self.length = len(iterable)  # pyright: ignore[reportArgumentType]
-        except TypeError:  # no length, or an unknown one
-            self.length = None
+        self.length = hinted_length(iterable)
+        # Not subclasses, whose methods may be other people's.
+        self.exact = self.pure = type(iterable) in (list, range)
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A fresh iterator."""
         return resumable(to_numpy_tree, self._iterable)
 
 
+USED_UP = (
+    "An iterator is used up after one pass. To read it again, give a list, tr.batches(...), or a "
+    "function that makes a new iterator."
+)
+
+
 class OneShotIterator(Dataset):
-    """An iterator or generator, which can be read only once."""
+    """A generator, or an iterator of Python's, which can be read only once."""
 
     restartable = False
-    when_empty = (
-        "An iterator is used up after one pass. To read it again, give a list, tr.batches(...), or a "
-        "function that makes a new iterator."
-    )
+    continues = True
+    when_empty = USED_UP
 
     def __init__(self, iterator: Iterator[Any]) -> None:
+        self.origin = iterator
         # One map for all callers: elements that one did not take stay in the shared iterator.
         self._iterator = resumable(to_numpy_tree, iterator)
         called = getattr(iterator, "__name__", None)
@@ -77,11 +82,26 @@ class OneShotIterator(Dataset):
         return self._iterator
 
 
+class OwnIterator(Dataset):
+    """An iterator of a user's class, which is its own iterator, and may begin anew after its end."""
+
+    continues = True
+    when_empty = USED_UP
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = self.origin = iterator
+        self.name = type(iterator).__name__
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """The iterator, at its current position."""
+        return resumable(to_numpy_tree, self._iterator)
+
+
 class FromFunction(Dataset):
     """A function without arguments that returns an iterable; called for each iteration."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+        self._function = self.origin = function
         self.name = f"function {_function_name(function)}"
         _check_takes_no_arguments(function)
 
@@ -139,9 +159,12 @@ def as_dataset(obj: object) -> Dataset:
         _refuse(obj)
     # Before iterables, which iterators are too: what matters is that they cannot start again.
     if isinstance(obj, Iterator):
-        return OneShotIterator(obj)
+        return _of_iterator(obj)
     if isinstance(obj, Iterable):
         return PlainIterable(obj)
+    # A `for` loop asks for items 0, 1, ... until there are no more.
+    if not isinstance(obj, type) and hasattr(type(obj), "__getitem__"):
+        return PlainIterable(cast(Iterable[Any], obj))
     if callable(obj):
         return FromFunction(obj)
     _refuse(obj)
@@ -161,6 +184,17 @@ def rows_read(dataset: object, epoch: int, first: int, count: int) -> np.ndarray
     """
     source = as_dataset(dataset).fast
     return None if source is None else source.rows(first, count, epoch)
+
+
+def _of_iterator(iterator: Iterator[Any]) -> Dataset:
+    code = getattr(type(iterator).__iter__, "__code__", None)
+    library = type(iterator).__module__.partition(".")[0]
+    # A generator, an iterator written in C, or one of those whose loaders make a new one.
+    if code is None or library in FOREIGN:
+        return OneShotIterator(iterator)
+    # Any other `__iter__` does something: it begins a pass, as a `for` loop calls it for each.
+    itself = code.co_code == Iterator.__iter__.__code__.co_code
+    return OwnIterator(iterator) if itself else PlainIterable(iterator)
 
 
 def _refuse(obj: object) -> NoReturn:

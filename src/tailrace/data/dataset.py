@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from tailrace.data.batches import Batches
 from tailrace.data.trees import Tree
@@ -30,13 +31,26 @@ class Dataset(ABC):
     """Its name in messages."""
 
     length: int | None = None
-    """The number of elements per iteration, if it is known for certain."""
+    """The number of elements per iteration; None if unknown. Unless `exact`, it is only a hint."""
+
+    exact: bool = False
+    """Whether `length` is certain: `len()` of other people's classes may say anything."""
 
     endless: bool = False
     """Whether it is known to be endless (False: it ends, or that is unknown)."""
 
     restartable: bool = True
-    """Whether each iteration starts from the beginning (False: a one-shot iterator continues)."""
+    """Whether it can be iterated again after its end (False: a one-shot iterator is used up)."""
+
+    continues: bool = False
+    """Whether another iteration, begun in the middle, continues where the last one stopped."""
+
+    pure: bool = False
+    """Whether earlier iterations matter to the next only by the random numbers that they drew, so that
+    they need not be read again to know its order."""
+
+    origin: Any = None
+    """The object that was given: what it draws from and counts is found in its attributes."""
 
     first: int = 0
     """The number of its first element, for messages: a part of a dataset counts on."""
@@ -61,3 +75,15 @@ class Dataset(ABC):
 
     def __repr__(self) -> str:
         return f"<dataset: {self.name}>"
+
+
+def hinted_length(iterable: Any) -> int | None:
+    """What `len()` says; None if it says nothing.
+
+    >>> hinted_length([1, 2]), hinted_length(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(iterable)
+    except Exception:  # a hint that cannot be had is none, whatever the class raises
+        return None

@@ -5,12 +5,13 @@ already, so `FOREIGN` is a table by module name, and an entry is consulted only 
 `sys.modules`; it gets the module and the object, and returns an adapter or None.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tailrace.data.dataset import Dataset
-from tailrace.data.leaves import to_numpy_tree
+from tailrace.data.dataset import Dataset, hinted_length
+from tailrace.data.leaves import join_numbers, to_numpy_tree
 from tailrace.data.resumable import resumable
 from tailrace.data.trees import Tree, leaf_called, leaves_with_paths
 from tailrace.errors import DataError
@@ -22,6 +23,7 @@ class TensorFlowDataset(Dataset):
     def __init__(self, tf: ModuleType, dataset: Any) -> None:
         _refuse_what_tensorflow_cannot_hand_over(tf, dataset.element_spec)
         self._dataset = dataset
+        self.exact = True
         self.name = f"tf.data dataset ({type(dataset).__name__.lstrip('_')})"
         cardinality = int(dataset.cardinality())
         # TensorFlow has negative numbers for "unknown" and "infinite".
@@ -41,7 +43,7 @@ class GrainDataset(Dataset):
     _ENDLESS = 2**40
 
     def __init__(self, grain: ModuleType, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset = self.origin = dataset
         self.name = f"grain {type(dataset).__name__}"
         # The length of a MapDataset counts elements that a filter will drop: it is only a bound.
         self.endless = isinstance(dataset, grain.MapDataset) and len(dataset) >= self._ENDLESS
@@ -54,21 +56,58 @@ class GrainDataset(Dataset):
 class TorchDataLoader(Dataset):
     """A PyTorch `DataLoader`. Tensors become arrays over the same memory."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, torch: ModuleType, loader: Any) -> None:
+        self._loader = self.origin = loader
         self.name = f"PyTorch DataLoader over {type(loader.dataset).__name__}"
-        try:
-            self.length = len(loader)
-        except TypeError:  # an IterableDataset need not know its length
-            self.length = None
+        self.length = hinted_length(loader)
+        self.pure = self.exact = _has_no_code_of_others(torch.utils.data, loader)
+        # Workers that persist go on with their own random numbers in each pass.
+        self.pure &= not getattr(loader, "persistent_workers", False)
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A fresh iterator; a sampler that shuffles draws a new order."""
         return resumable(_torch_element, self._loader)
 
 
+def _has_no_code_of_others(data: Any, loader: Any) -> bool:
+    """Whether PyTorch itself decides the rows of each pass: their order is then that of a seed."""
+    if type(loader) is not data.DataLoader or isinstance(loader.dataset, data.IterableDataset):
+        return False
+    samplers = (
+        data.SequentialSampler,
+        data.RandomSampler,
+        data.SubsetRandomSampler,
+        data.WeightedRandomSampler,
+        data.DistributedSampler,
+    )
+    cut = loader.batch_sampler
+    own = cut is None or type(cut) is data.BatchSampler
+    return own and type(loader.sampler) in samplers
+
+
 def _torch_element(element: Tree) -> Tree:
-    return to_numpy_tree(_lists_to_tuples(element))
+    return to_numpy_tree(_lists_to_tuples(join_numbers(element)))
+
+
+class KerasPyDataset(Dataset):
+    """A `PyDataset` of Keras: read by index, and told when an epoch begins and ends."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = self.origin = dataset
+        self.name = f"PyDataset {type(dataset).__name__}"
+        self.length = dataset.num_batches
+        self.exact = True
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """Its batches, in the order of their indices."""
+        dataset = self._dataset
+        if hasattr(dataset, "on_epoch_begin"):
+            dataset.on_epoch_begin()
+        # A number of batches that is None is one without end, as in Keras.
+        indices = itertools.count() if self.length is None else range(self.length)
+        for index in indices:
+            yield to_numpy_tree(dataset[index])
+        dataset.on_epoch_end()
 
 
 def _lists_to_tuples(tree: Tree) -> Tree:
@@ -111,7 +150,7 @@ def _grain(grain: ModuleType, obj: object) -> Dataset | None:
 def _torch(torch: ModuleType, obj: object) -> Dataset | None:
     data = torch.utils.data
     if isinstance(obj, data.DataLoader):
-        return TorchDataLoader(obj)
+        return TorchDataLoader(torch, obj)
     if isinstance(obj, data.Dataset) and not isinstance(obj, data.IterableDataset):
         raise DataError(
             f"A PyTorch Dataset ({type(obj).__name__}) gives single examples, not the batches that "
@@ -121,8 +160,13 @@ def _torch(torch: ModuleType, obj: object) -> Dataset | None:
     return None
 
 
+def _keras(keras: ModuleType, obj: object) -> Dataset | None:
+    return KerasPyDataset(obj) if isinstance(obj, keras.utils.PyDataset) else None
+
+
 FOREIGN: dict[str, Callable[[ModuleType, Any], Dataset | None]] = {
     "tensorflow": _tensorflow,
     "grain": _grain,
     "torch": _torch,
+    "keras": _keras,
 }

@@ -22,6 +22,16 @@ _ADDRESS = re.compile(rb"<[\w.<> ]+ object at 0x[0-9a-f]+>")
 """What Python shows of an object whose class has no `__repr__`."""
 
 
+class Mapped(Iterator[Element], Generic[Element]):
+    """`map(function, source)`, except that `map` calls `iter(source)` again: some begin anew then."""
+
+    def __init__(self, function: Callable[[Any], Element], source: Iterator[Any]) -> None:
+        self._function, self._source = function, source
+
+    def __next__(self) -> Element:
+        return self._function(next(self._source))
+
+
 class ResumableMap(Iterator[Element], Generic[Element]):
     """`map(function, source)`, with the position of the source.
 
@@ -30,6 +40,7 @@ class ResumableMap(Iterator[Element], Generic[Element]):
         source: the iterator.
         get_state: returns the state of the source.
         set_state: makes the source continue from a state.
+        apart: whether the state is not the iterator's, which is given up before another is made.
     """
 
     def __init__(
@@ -38,15 +49,19 @@ class ResumableMap(Iterator[Element], Generic[Element]):
         source: Iterator[Any],
         get_state: Callable[[], Any],
         set_state: Callable[[Any], Iterator[Any] | None],
+        apart: bool = False,
     ) -> None:
         self._function, self._source = function, source
-        self.get_state, self._set_state = get_state, set_state
+        self.get_state, self._set_state, self._apart = get_state, set_state, apart
 
     def __next__(self) -> Element:
         return self._function(next(self._source))
 
     def set_state(self, state: Tree) -> None:
         """Continue from a state; some sources then have another iterator."""
+        if self._apart:
+            # A generator's `finally` runs now, not after the state was loaded.
+            self._source = iter(())
         self._source = self._set_state(state) or self._source
 
 
@@ -60,11 +75,11 @@ def resumable(function: Callable[[Any], Element], iterable: Any) -> Iterator[Ele
             iterable.load_state_dict(state)
             return iter(iterable)
 
-        return ResumableMap(function, iter(iterable), iterable.state_dict, load)
+        return ResumableMap(function, iter(iterable), iterable.state_dict, load, apart=True)
     source = iter(iterable)
     if can_go_back(source):
         return ResumableMap(function, source, source.get_state, source.set_state)  # type: ignore[attr-defined]
-    return map(function, source)
+    return Mapped(function, source)
 
 
 def can_go_back(source: object) -> bool:

@@ -27,6 +27,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
+from tailrace.data.positions.loader_state import State, changed, generators_of, loader_state
 from tailrace.devices.devices import local_replicas
 from tailrace.errors import DataExhausted, FeedError, OptionError
 from tailrace.feeds import buffers
@@ -99,6 +100,11 @@ class InfeedQueue(Feed):
         self._epoch: int | None = None
         self._staging = Staging(prefetch, Patience(timeout_s))
         self._taken = 0
+        # How the first pass of a fit began, and the one under way: a resumed fit begins it again.
+        self._first_pass: State = {}
+        self._this_pass: State = {}
+        self._counting: set[str] = set()
+        self._noted: Reader | None = None
         self._lock = threading.RLock()
         self._closed = False
 
@@ -198,12 +204,18 @@ class InfeedQueue(Feed):
         """Whether the dataset can be read again from its start."""
         return as_dataset(self.dataset).restartable
 
+    @property
+    def continues(self) -> bool:
+        """Whether another pass would continue where this one stopped: what was read ahead is kept."""
+        return as_dataset(self.dataset).continues
+
     def get_state(self) -> dict[str, Any]:
         """The position of programs in the dataset, as JSON; prefetched elements count as unread."""
         with self._lock:
             # By what programs have taken, not by what the reader has read: a resumed fit reads the
             # difference again.
-            return {"elements": self._taken, **self._open().state_at(self._taken)}
+            reader = self._open()
+            return {"elements": self._taken, **reader.state_at(self._taken), **self._pass_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Seek to the position of `get_state`, in an equal dataset read from its start."""
@@ -213,10 +225,50 @@ class InfeedQueue(Feed):
             self._staging.call(self._open, self._open().go_to, state)
             self._taken = int(state["elements"])
 
+    def _pass_state(self) -> dict[str, Any]:
+        """Random numbers and counters: of the first pass of this fit, of this one, and as they are."""
+        source, reader = as_dataset(self.dataset), self._open()
+        if source.fast is not None:
+            return {}
+        self._note_pass()
+        now = loader_state(source.origin)
+        # A pass that is not begun yet begins as things are now.
+        before = {**self._first_pass, **self._this_pass}
+        return {
+            "first": generators_of(self._first_pass),
+            "began": self._this_pass,
+            "now": changed(now, before),
+            "ended": reader.ended,
+        }
+
+    def _note_pass(self) -> None:
+        """Take down how the current pass began; numbers only if they change from pass to pass."""
+        reader = self._reader
+        if reader is None or not reader.began or reader is self._noted:
+            return
+        self._noted = reader
+        if not self._first_pass:
+            self._first_pass = reader.began
+        found = changed(reader.began, self._first_pass)
+        self._counting |= set(found) - set(generators_of(found))
+        self._this_pass = {
+            **found,
+            **{name: reader.began[name] for name in self._counting if name in reader.began},
+        }
+
+    def go_on_from(self, position: Mapping[str, Any]) -> None:
+        """Count on from a fit that is resumed: which numbers change from pass to pass is known."""
+        self._note_pass()
+        first, began = position["first"], position["began"]
+        self._counting |= set(began) - set(generators_of(began))
+        self._first_pass = {**self._first_pass, **first}
+        self._noted = None
+        self._note_pass()
+
     def check_kind(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another kind of dataset; `set_state` skips as many elements of any."""
         with self._lock:
-            self._open().check_kind(state)
+            self._staging.call(self._open, self._open().check_kind, state)
 
     @property
     def position(self) -> int:
@@ -234,19 +286,27 @@ class InfeedQueue(Feed):
                 self._leave()
                 self._staging.forget_late()
             self.dataset = self.dataset if dataset is None else dataset
+            self._note_pass()
             self._reader, self._epoch, self._taken = None, epoch, 0
 
-    def pass_by(self, dataset: object, passes: int) -> None:
-        """Begin `passes` passes over a dataset, and drop them: it may have another order each time."""
+    def pass_by(self, dataset: object, passes: int, epoch: int = 0) -> None:
+        """Read `passes` passes over a dataset again, this one first: the next may depend on them."""
+        for number in range(passes):
+            self.drain()
+            self.restart(dataset, epoch + number + 1)
+
+    def drain(self) -> None:
+        """Read the pass over the dataset to its end; what is left of it is dropped."""
+        with self._lock:
+            self._settle()
+            self._staging.call(self._open, self._open().read_to_end)
+
+    def begin_passes(self, dataset: object, passes: int) -> None:
+        """Begin `passes` passes over a dataset, and drop them, as fits of earlier versions did."""
         for epoch in range(passes):
             self.restart(dataset, epoch)
             with contextlib.suppress(DataExhausted):  # an empty one has been begun too
                 self.spec()
-
-    def start_epoch(self, dataset: object, epoch: int) -> None:
-        """Read a dataset from the start of an epoch; a one-shot iterator continues where it is."""
-        if self.restartable:
-            self.restart(dataset, epoch)
 
     def adopt(self, other: InfeedQueue) -> None:
         """Continue with the dataset of another queue, from its current position."""
@@ -258,6 +318,8 @@ class InfeedQueue(Feed):
             # With the reader: elements that it has buffered belong to the dataset, and would be lost.
             self.dataset, self._reader, self._epoch = other.dataset, other._reader, other._epoch
             self._taken = other._taken
+            self._first_pass, self._this_pass = other._first_pass, other._this_pass
+            self._counting, self._noted = other._counting, other._noted
 
     def pad(self, found: int, count: int) -> None:
         """Repeat the last of the next `found` elements until there are `count` of them."""
@@ -283,6 +345,12 @@ class InfeedQueue(Feed):
         if thread is not None:
             thread.stop(0.0) if blocked else thread.stop()
         buffers.trim()
+
+    def leave(self) -> None:
+        """Like `rest`, and give up the pass over the dataset, as a `for` loop that ends does."""
+        self.rest()
+        if self._reader is not None and self._reader.has_spec:
+            self._reader.close()
 
     def close(self) -> None:
         """Stop the thread. A closed queue cannot be used again."""

@@ -19,8 +19,18 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
+<<<<<<< HEAD
 from tailrace.data.dataset import Dataset
 from tailrace.data.narrowing import store_narrowed
+=======
+from tailrace.data.positions.loader_state import (
+    State,
+    changed,
+    generators_of,
+    loader_state,
+    put_loader_state,
+)
+>>>>>>> 9a2ffa9d (Datasets are iterated to their end, as a for loop would)
 from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
@@ -28,7 +38,8 @@ from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceErr
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
-from tailrace.feeds.skipping import skip
+from tailrace.feeds.skipping import SHOWN_EVERY_S, skip
+from tailrace.messages import logger
 
 SKIPPED_AT_ONCE = 64
 """The number of elements read at a time while skipping."""
@@ -48,16 +59,19 @@ class Reader:
     Attributes:
         name: what the dataset is, for messages.
         delivered: the number of elements read and not put back.
+        began: the random numbers and counters of the dataset when its pass began.
     """
 
     def __init__(
         self, dataset: object, epoch: int | None = None, blocks: Blocks | None = None
     ) -> None:
-        source = as_dataset(dataset)
+        self._dataset, self._epoch = as_dataset(dataset), epoch or 0
+        source = self._dataset
         self.name, self._when_empty, self._from = source.name, source.when_empty, source.first
-        self._source: Iterator[Any] = self._opened(source, epoch or 0)
-        batches = self._source.batches if isinstance(self._source, BatchIterator) else None
-        self._blocks = HostBlocks(batches) if blocks is None else blocks
+        self._opened: Iterator[Any] | None = None
+        self._given_blocks = blocks
+        self._blocks = HostBlocks() if blocks is None else blocks
+        self.began: State = {}
         self._first: Any = None  # in a tuple, once it is fetched
         self._asked: float | None = None  # when the current read began
         self._waiting: deque[Block] = deque()
@@ -66,8 +80,10 @@ class Reader:
         self._ended: BaseException | bool = False
         self.delivered = 0
         self._produced = 0
-        self._states: deque[tuple[int, Any]] = deque()
+        self._states: deque[tuple[int, Any, State]] = deque()
         """States of the source, with the number of elements read before each; oldest first."""
+        if source.fast is not None:  # nothing to wait for
+            self.open()
 
     @property
     def has_spec(self) -> bool:
@@ -98,9 +114,55 @@ class Reader:
             self._waiting.append(block)
         return self._spec
 
+    def open(self) -> Iterator[Any]:
+        """Begin the pass: call `__iter__`, which may block, so that the thread that reads calls it."""
+        if self._opened is not None:
+            return self._opened
+        source = self._dataset
+        # Read by a waiting caller in another thread, without a lock: it only says for how long.
+        self._asked = time.monotonic()
+        try:
+            self.began = {} if source.fast is not None else loader_state(source.origin)
+            self._opened = source.iterate(self._epoch)
+        except TailraceError:
+            raise
+        except Exception as error:
+            raise ProducerError(
+                f"The dataset ({self.name}) raised {type(error).__name__} when it was iterated: "
+                f"{error}. Its own traceback is shown above."
+            ) from error
+        finally:
+            self._asked = None
+        if isinstance(self._opened, BatchIterator) and self._given_blocks is None:
+            self._blocks = HostBlocks(self._opened.batches)
+        return self._opened
+
+    def close(self) -> None:
+        """Give up the pass, as a loop that is left does; what is known of the elements stays."""
+        self._opened, self._ended, self._first = iter(()), True, None
+        self._waiting.clear()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the pass was read to its end."""
+        return self._ended is True
+
+    def read_to_end(self) -> None:
+        """Read what is left of the pass, and drop it: code after the last element is to run."""
+        self._waiting.clear()
+        self._first = None
+        shown = time.monotonic()
+        while self._next() is not _END:
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                logger.warning(
+                    "Reading a pass over %s again: %s elements.", self.name, self._produced
+                )
+
     def fetch_first(self) -> None:
         """Read the first element, if the spec is not known without it."""
-        known = self._spec is not None or isinstance(self._source, BatchIterator)
+        self.open()
+        known = self._spec is not None or isinstance(self._opened, BatchIterator)
         if not known and self._first is None:
             self._first = (self._next(),)
 
@@ -165,7 +227,7 @@ class Reader:
     @property
     def number(self) -> int:
         """The index of the next element, by the source's count, which an audit relies on."""
-        source = self._source
+        source = self._opened
         made = source.position if isinstance(source, BatchIterator) else self._produced
         # What is put back counts as not read; so does a first element that was read for its spec.
         waiting = sum(len(block[0]) for block in self._waiting)
@@ -176,23 +238,22 @@ class Reader:
 
         For a source that can seek (`tr.batches`) the index is enough, beside what it indexes.
         """
-        if isinstance(self._source, BatchIterator):
-            return {"recipe": self._source.recipe()}
+        if isinstance(self._opened, BatchIterator):
+            return {"recipe": self._opened.recipe()}
         # States are kept from the last one before the position: elements that were read ahead of it,
         # and put back, are between a state and what a program has taken.
         while len(self._states) > 1 and self._states[1][0] <= position:
             self._states.popleft()
         if not self._states or self._states[0][0] > position:
             return {}
-        produced, state = self._states[0]
-        return {"source": encode_state(state), "source_at": produced}
+        produced, state, drawn = self._states[0]
+        return {"source": encode_state(state), "source_at": produced, "source_drawn": drawn}
 
     def check_kind(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of another kind of dataset, whose elements come in another order."""
-        mine = isinstance(self._source, BatchIterator)
-        if ("recipe" in state and not mine) or (
-            "source" in state and not can_go_back(self._source)
-        ):
+        source = self.open()
+        mine = isinstance(source, BatchIterator)
+        if ("recipe" in state and not mine) or ("source" in state and not can_go_back(source)):
             kind = "tr.batches" if "recipe" in state else "a dataset whose iterator has a state"
             raise DataError(
                 f"A fit continues with the dataset that it was begun with: {kind}. Received: "
@@ -201,27 +262,27 @@ class Reader:
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Seek to element `state["elements"]`; no element after it may have been taken."""
-        position = int(state["elements"])
-        if isinstance(self._source, BatchIterator):
+        position, source = int(state["elements"]), self.open()
+        if isinstance(source, BatchIterator):
             # Nothing is read again: the order of `tr.batches` is a function of the seed and the index.
             if "recipe" in state:
-                self._source.check_recipe(state["recipe"])
+                source.check_recipe(state["recipe"])
             if "share_of" in state:
                 raise DataError(
                     f"A training that continues in another number of processes has a dataset that all "
                     f"of them read. Received: {self.name}, in each of {state['share_of']} processes. "
                     f"Use tr.distributed.share(dataset, replicas)."
                 )
-            self._source.seek(position)
+            source.seek(position)
             self._waiting.clear()
             self.delivered = self._produced = position
             return
         done = self.delivered
-        if "source" in state and can_go_back(self._source):
+        if "source" in state and can_go_back(source):
             self.spec()
             self._waiting.clear()
             try:
-                self._source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
+                source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
             except TailraceError:
                 raise
             except Exception as error:
@@ -231,6 +292,7 @@ class Reader:
                 ) from error
             self.delivered = self._produced = done = int(state["source_at"])
             self._ended = False
+            put_loader_state(self._dataset.origin, state.get("source_drawn", {}))
         self._skip(position - done)
 
     def _skip(self, count: int) -> None:
@@ -255,12 +317,14 @@ class Reader:
     def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
         """`before`, then up to `count` more elements, and the error if there are fewer."""
         assert self._spec is not None
-        seeks = isinstance(self._source, BatchIterator)
-        if not seeks and can_go_back(self._source) and not self._ended:
-            state = own_copy(self._source.get_state())  # type: ignore[attr-defined]
-            self._states.append((self._produced, state))
-        if isinstance(self._source, BatchIterator) and not self._ended:
-            block, done = self._blocks.read(self._source, count, self._spec)
+        source = self.open()
+        seeks = isinstance(source, BatchIterator)
+        if not seeks and can_go_back(source) and not self._ended:
+            state = own_copy(source.get_state())  # type: ignore[attr-defined]
+            drawn = generators_of(loader_state(self._dataset.origin))
+            self._states.append((self._produced, state, changed(drawn, self.began)))
+        if isinstance(source, BatchIterator) and not self._ended:
+            block, done = self._blocks.read(source, count, self._spec)
             self._produced += done
             # Nothing was read if only a smaller last batch is left: an empty block has the shape of a
             # whole one.
@@ -291,17 +355,6 @@ class Reader:
             return [leaf[:row] for leaf in block], error
         return block, None
 
-    def _opened(self, source: Dataset, epoch: int) -> Iterator[Any]:
-        try:
-            return source.iterate(epoch)
-        except TailraceError:
-            raise
-        except Exception as error:
-            raise ProducerError(
-                f"The dataset ({self.name}) raised {type(error).__name__} when it was iterated: "
-                f"{error}. Its own traceback is shown above."
-            ) from error
-
     def _first_form(self, first: Tree) -> ElementSpec:
         try:
             return ElementSpec.of(first)
@@ -314,10 +367,10 @@ class Reader:
             raise self._ended
         if self._ended:
             return _END
-        # Read by a waiting caller in another thread, without a lock: it only says for how long.
+        source = self.open()
         self._asked = time.monotonic()
         try:
-            element = next(self._source)
+            element = next(source)
         except StopIteration:
             self._ended = True
             return _END

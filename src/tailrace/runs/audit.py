@@ -72,6 +72,7 @@ class Audit:
         compared: the number of elements compared with the dataset. If it is 0, an element that the
             dataset itself left out is not noticed.
         rewinds: where training went back, and why.
+        notes: what is worth a look, and may be meant.
     """
 
     executions: int = 0
@@ -81,6 +82,7 @@ class Audit:
     findings: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
     rewinds: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -101,6 +103,7 @@ class Audit:
         if self.compared:
             were = "was" if self.compared == 1 else "were"
             lines.append(f"{counted(self.compared, 'element')} {were} compared with the dataset")
+        lines += [f"note: {text}" for text in self.notes[:20]]
         lines += [f"WRONG: {text}" for text in self.findings[:50]]
         if self.is_clean:
             what = "every element" if self.compared else "every element that the dataset delivered"
@@ -144,6 +147,7 @@ def audit(run: Run, dataset: object = None, fit: int | None = None) -> Audit:
         ends = np.cumsum([row.steps for row in rows])
         contents = [flat[end - row.steps : end] for end, row in zip(ends, rows, strict=True)]
         _check_contents(rows, contents, found)
+        _note_equal_orders(rows, contents, found)
         if dataset is not None:
             _compare(rows, contents, dataset, fit, found)
     elif dataset is not None:
@@ -253,6 +257,42 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
                 seen[digest] = step
 
 
+def _note_equal_orders(rows: list[Row], contents: list[np.ndarray], found: Audit) -> None:
+    """Note where a pass has the order of the one before: a loader that is to shuffle does not."""
+    before: tuple[int, list[int]] | None = None
+    alike: dict[int, list[int]] = {}
+    for several in _passes(rows, contents):
+        fit, epoch = several[0][0].fit, several[0][0].epoch
+        order = [digest for row, digests in several for digest, _ in _of_row(row, digests)]
+        shared = min(len(order), len(before[1])) if before is not None else 0
+        # Data whose elements are all equal has no order; of one element nothing follows.
+        distinct = len(set(order[:shared])) > 1 and before is not None and before[0] == fit
+        if distinct and order[:shared] == before[1][:shared]:
+            alike.setdefault(fit, []).append(epoch)
+        before = (fit, order)
+    for fit, epochs in alike.items():
+        count = sum(one == fit for one, *_ in found.passes)
+        which = (
+            "every epoch"
+            if len(epochs) == count - 1
+            else f"epochs {', '.join(f'{epoch - 1} and {epoch}' for epoch in epochs[:5])}"
+        )
+        found.notes.append(
+            f"{which} of the fit of step {fit} consumed the same elements in the same order, as data "
+            f"does that is not shuffled"
+        )
+
+
+def _passes(rows: list[Row], contents: list[np.ndarray]) -> list[list[tuple[Row, np.ndarray]]]:
+    """The executions of each pass over the data, with the digests of their elements."""
+    passes: list[list[tuple[Row, np.ndarray]]] = []
+    for before, row, digests in zip([None, *rows], rows, contents, strict=False):
+        if row.begins_after(before) or before is None or row.epoch != before.epoch:
+            passes.append([])
+        passes[-1].append((row, digests))
+    return passes
+
+
 def _compare(
     rows: list[Row],
     contents: list[np.ndarray],
@@ -261,12 +301,8 @@ def _compare(
     found: Audit,
 ) -> None:
     """Compare every element of a fit, or of all fits, with the dataset."""
-    passes: list[tuple[int, list[tuple[Row, np.ndarray]]]] = []
-    for before, row, digests in zip([None, *rows], rows, contents, strict=False):
-        if row.begins_after(before) or before is None or row.epoch != before.epoch:
-            passes.append((row.epoch, []))
-        passes[-1][1].append((row, digests))
-    for epoch, several in passes:
+    for several in _passes(rows, contents):
+        epoch = several[0][0].epoch
         if fit is not None and several[0][0].fit != fit:
             continue
         consumed = {

@@ -250,13 +250,14 @@ class Engine:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def use(self, dataset: object, timeout_s: float | None = None) -> Feed:
+    def use(self, dataset: object, timeout_s: float | None = None, epoch: int = 0) -> Feed:
         """Use elements of this dataset (or feed) from now on; returns the feed of the program.
 
         There is one program per shape of elements, which the first one tells: a dataset has `timeout_s`
-        seconds for it. The state moves to the current program.
+        seconds for it. A shuffled `tr.batches` begins with the order of `epoch`. The state moves to the
+        current program.
         """
-        runner, feed = self._programs.find(dataset, timeout_s)
+        runner, feed = self._programs.find(dataset, timeout_s, epoch)
         self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
         # A guard runs a bad execution again up to its bad step, a sentinel all of it; where the program
         # computes no digests, they are taken of the elements on the device.

@@ -392,7 +392,7 @@ class Trainer(Measuring, LookingBack):
             call = FitCall(
                 dataset,
                 duration,
-                agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
+                agreed_total_steps(engine, source, duration.steps, duration.epochs),
                 validation,
                 check_callbacks(callbacks, validation.has_data),
                 # One progress bar for all processes.

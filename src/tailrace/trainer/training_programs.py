@@ -86,17 +86,23 @@ class TrainingPrograms:
         """The tensors that taps select in a program."""
         return self._sight_of[runner.infeeds[0]]
 
-    def find(self, dataset: object, timeout_s: float | None = None) -> tuple[LoopRunner, Feed]:
+    def find(
+        self, dataset: object, timeout_s: float | None = None, epoch: int = 0
+    ) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset.
 
         Args:
             dataset: the dataset, or a feed.
             timeout_s: the longest wait for an element of a dataset.
+            epoch: the epoch that begins, which orders shuffled `tr.batches`.
         """
         made = not isinstance(dataset, Feed)
         fresh = InfeedQueue(dataset, timeout_s=timeout_s) if made else dataset
         # A feed belongs to one number of replicas: they share out its elements in turn.
         fresh.bind_replicas(self.placement.replicas)
+        if made and epoch:
+            assert isinstance(fresh, InfeedQueue)
+            fresh.restart(dataset, epoch)
         if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
             self._left[1].patience = fresh.patience
             fresh.adopt(self._left[1])  # a one-shot iterator: prefetched elements come first
@@ -118,12 +124,16 @@ class TrainingPrograms:
 
     def let_go(self, dataset: object, feed: Feed) -> None:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
-        feed.rest()
         self._left = None
         # What was prefetched from a generator is gone from it. The next fit on the same object must
         # see it first; a dataset that can be iterated again starts over and needs nothing.
-        if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
+        if not isinstance(feed, InfeedQueue) or feed is dataset:
+            feed.rest()
+        elif feed.continues:
+            feed.rest()
             self._left = (dataset, feed)
+        else:
+            feed.leave()
 
     def tensors(self, example: Tree) -> Catalogue:
         """Every tensor of the step by name, for elements like `example`, or the latest if None."""

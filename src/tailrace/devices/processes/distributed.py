@@ -155,6 +155,8 @@ class Share(Dataset):
         self._first = process * self._count
         self.name = f"share of process {process} of {self._source.name}"
         self.endless, self.restartable = self._source.endless, self._source.restartable
+        self.continues, self.pure = self._source.continues, self._source.pure
+        self.exact, self.origin = self._source.exact, self._source.origin
         self.when_empty = self._source.when_empty
         if self._source.length is not None:
             whole, rest = divmod(self._source.length, replicas)

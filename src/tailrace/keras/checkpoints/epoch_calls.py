@@ -11,13 +11,13 @@ from typing import Any
 
 import keras
 
-from tailrace.feeds.skipping import skip
-from tailrace.keras.checkpoints.random_sources import (
+from tailrace.data.positions.random_sources import (
     drawn_from,
     generators_in,
     random_state,
     set_random_state,
 )
+from tailrace.feeds.skipping import skip
 from tailrace.keras.data.wrapped_dataset import WrappedDataset
 
 _BEGIN, _END = "begin", "end"

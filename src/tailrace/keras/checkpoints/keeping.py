@@ -14,6 +14,11 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.data.positions.random_sources import (
+    not_drawn_from,
+    random_state,
+    set_random_state,
+)
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
@@ -21,11 +26,6 @@ from tailrace.feeds.skipping import skip
 from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
 from tailrace.keras.checkpoints.epoch_calls import EpochCalls
-from tailrace.keras.checkpoints.random_sources import (
-    not_drawn_from,
-    random_state,
-    set_random_state,
-)
 from tailrace.keras.data.batch_counts import read_once
 from tailrace.keras.programs.executions import Resumed
 from tailrace.keras.programs.steps import Stepping

@@ -14,10 +14,10 @@ from typing import Any
 
 import keras
 
+from tailrace.data.positions.random_sources import generators_in, random_state, set_random_state
 from tailrace.errors import CheckpointError, DataExhausted, OptionError
 from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
-from tailrace.keras.checkpoints.random_sources import generators_in, random_state, set_random_state
 from tailrace.keras.data.batch_source import Block
 from tailrace.keras.handles import AnyAdopted, attached
 from tailrace.keras.programs.pacing import Pacing

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
@@ -24,6 +23,7 @@ from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.callback_matching import classes_of, states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
+from tailrace.trainer.checkpoints.passes import Passes
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     Snapshot,
@@ -295,8 +295,8 @@ class Saving:
 
     def restore_position(self, fit: FitParts, taken: TakenUp, dataset: object) -> None:
         """Restore the position in the dataset and the states of callbacks."""
-        bring_to(fit.feed, dataset, taken.progress, taken.position)
-        # Not in `bring_to`: a replay from a list of the same elements proves that they are.
+        Passes(dataset, taken.progress, taken.position).bring(fit.feed)
+        # Not in `Passes`: a replay from a list of the same elements proves that they are.
         fit.feed.check_kind(taken.position)
         # After the recipe of `tr.batches` was compared, which says more: a batch size.
         if taken.element is not None:  # earlier versions did not save it
@@ -395,6 +395,7 @@ class Saving:
         return Snapshot(arrays, note, fit.journal.mark())
 
 
+<<<<<<< HEAD
 def run_end_of(note: Mapping[str, Any], directory: object) -> dict[str, Any] | None:
     """Where a run directory was at a checkpoint, and whose it is; None without one."""
     end = note.get("run")
@@ -422,6 +423,8 @@ def bring_to(
     feed.set_state(position)
 
 
+=======
+>>>>>>> 9a2ffa9d (Datasets are iterated to their end, as a for loop would)
 def describe_accumulation(engine: Engine) -> str:
     """The parts of the accumulation that change results, except the number of elements per step."""
     dtype: Any = engine.accumulation.dtype

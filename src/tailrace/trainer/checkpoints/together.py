@@ -89,4 +89,7 @@ def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
     # All have the same number of steps, so each has consumed the same share of the total.
     elements = sum(position["elements"] for position in positions) // count
-    return {"elements": elements} if count == 1 else {"elements": elements, "share_of": count}
+    # All of them read it all, so it began alike in all of them.
+    begun = {n: positions[0][n] for n in ("first", "began", "now", "ended") if n in positions[0]}
+    shared = {} if count == 1 else {"share_of": count}
+    return {"elements": elements, **begun, **shared}

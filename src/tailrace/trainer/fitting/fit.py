@@ -223,16 +223,17 @@ class Fit:
                 raise DataExhausted(message) from error
 
     def _epoch(self, count: int | None) -> None:
-        """Train to the end of the dataset; `count` steps if that is known."""
-        start = self.progress.epoch_start
-        if count is not None:
+        """Train to the end of the dataset, which is after `count` steps if its length is right."""
+        start, source = self.progress.epoch_start, as_dataset(self._dataset)
+        if count is not None and source.exact and source.fast is not None:
             self._steps(start + count, count, ended_early)
             return
         # Whole executions until one cannot be filled; what is left is then counted, and run as a
-        # shorter one.
+        # shorter one. The end itself is read too: loaders have code after their last element.
         while not self.stopping:
+            left = 0 if count is None else start + count - self.progress.steps
             try:
-                self._execute(None)
+                self._execute(left if left > 0 else None)
             except DataExhausted:
                 break
         if self.stopping:
@@ -243,7 +244,7 @@ class Fit:
         # have.
         more = agreed_least(left // per_step) or 0
         if not more and self.progress.steps == start:  # the loop over epochs would never end
-            raise DataExhausted(less_than_a_step(self.engine, left))
+            raise DataExhausted(less_than_a_step(self.engine, left, source.when_empty))
         self._steps(self.progress.steps + more, more, ended_early)
         note_left_out(left, per_step)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import DataExhausted, ElementError, OptionError, ProducerError, ProgramError
@@ -15,6 +14,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.profiling.timeline.trace import Trace
 from tailrace.trainer.callbacks.callback import AnyTrainer
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.passes import Passes
 from tailrace.trainer.checkpoints.saving import Saving, saving_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
@@ -165,17 +165,17 @@ class Fits:
         # Before `use`: a finished fit needs no program, and so no compilation.
         taken = call.take_up(journal)
         try:
-            if taken is not None and taken.finished:
-                passes = max(1, call.epochs_begun) + bool(taken.progress.first_epoch)
-                self._pass_by(call, taken.position, passes)
+            passes = None
+            if taken is not None:
+                passes = Passes(call.dataset, taken.progress, taken.position)
+                passes.set_out()
+            if taken is not None and passes is not None and taken.finished:
+                self._pass_by(call, passes)
                 taken.put_states(call.callbacks)  # the script may ask them what they have seen
                 self._passed = call.saving
                 return
-            feed = engine.use(call.dataset, call.timeout_s)
-            assert isinstance(feed, InfeedQueue)
             # In the order of its epoch. A resumed fit has a position, and is brought there later.
-            if taken is None and call.progress.epoch:
-                feed.start_epoch(call.dataset, call.progress.epoch)
+            feed = engine.use(call.dataset, call.timeout_s, call.progress.first_epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
             # Before the first dispatch: the capacity is compiled in.
@@ -200,27 +200,23 @@ class Fits:
             if feed is not None:
                 engine.let_go(call.dataset, feed)
 
-    def _pass_by(self, call: FitCall, position: Mapping[str, Any], passes: int) -> None:
-        """Bring a dataset to where a finished fit has left it: later fits continue from there.
-
-        A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as
-        often as before: it may have another order each time.
-        """
+    def _pass_by(self, call: FitCall, passes: Passes) -> None:
+        """Bring a dataset to where a finished fit has left it: later fits continue from there."""
         dataset, source = call.dataset, as_dataset(call.dataset)
-        if source.fast is not None:
-            return
-        if source.restartable and "source" not in position:
-            with InfeedQueue(dataset, timeout_s=call.timeout_s) as queue:
-                queue.pass_by(dataset, passes)
+        if source.fast is not None or passes.is_there:
             return
         # If it has become shorter, or raises, the next fit reports it.
         with suppress(DataExhausted, ProducerError, ElementError):
+            if not source.continues:
+                with InfeedQueue(dataset, timeout_s=call.timeout_s) as queue:
+                    queue.spec()
+                    passes.bring(queue)
+                    queue.leave()
+                return
             feed = self._engine.use(dataset, call.timeout_s)
             assert isinstance(feed, InfeedQueue)
             feed.patience = Patience(call.timeout_s)
-            feed.set_state(position)
-            if source.restartable and source.length is None:
-                feed.remaining(1)  # the fit found the end of the pass by reading on
+            passes.bring(feed)
             self._engine.let_go(dataset, feed)
 
 

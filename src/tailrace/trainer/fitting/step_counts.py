@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tailrace.data.dataset import Dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted
 from tailrace.messages import note_once
@@ -9,12 +10,21 @@ from tailrace.trainer.engine import Engine
 
 
 def total_steps(
-    engine: Engine, length: int | None, steps: int | None, epochs: int | None
+    engine: Engine, source: Dataset, steps: int | None, epochs: int | None
 ) -> int | None:
-    """The number of steps; None if it is known only by reading the dataset."""
+    """The number of steps, or what a length announces; None if only reading the dataset tells."""
+    length = source.length
     if not length:  # unknown; or empty, which reading the first element reports
         return steps
     per_epoch = length // engine.elements_per_step
+    if not source.exact:
+        if steps is not None and steps > per_epoch:
+            note_once(
+                f"fit(steps={steps}) takes {steps * engine.elements_per_step} elements, and len() of "
+                f"{source.name} announces {length}. It is read until it ends.",
+                key=f"announced {source.name} {length}",
+            )
+        return steps if steps is not None else per_epoch * (1 if epochs is None else epochs) or None
     if steps is not None:
         # Before the first step: the same error could come after hours.
         if steps > per_epoch:
@@ -27,13 +37,13 @@ def total_steps(
 
 
 def agreed_total_steps(
-    engine: Engine, length: int | None, steps: int | None, epochs: int | None
+    engine: Engine, source: Dataset, steps: int | None, epochs: int | None
 ) -> int | None:
     """The same for all processes: the shortest dataset decides."""
     if engine.placement.in_one_process:
-        return total_steps(engine, length, steps, epochs)
+        return total_steps(engine, source, steps, epochs)
     try:
-        total = total_steps(engine, length, steps, epochs)
+        total = total_steps(engine, source, steps, epochs)
     except DataExhausted as error:
         # The others wait in the meeting below: without an answer they would wait forever.
         distributed.meet({"failed": str(error)})
@@ -58,8 +68,10 @@ def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
     )
 
 
-def less_than_a_step(engine: Engine, length: int) -> str:
+def less_than_a_step(engine: Engine, length: int, when_empty: str = "") -> str:
     """The message for an epoch whose elements do not make one step."""
+    if not length and when_empty:
+        return f"An epoch has at least one step, and this one found no element. {when_empty}"
     count, replicas = engine.accumulation.microbatches, engine.placement.local_replicas
     return (
         f"A step takes microbatches x replicas elements of the dataset, {count} x {replicas} = "

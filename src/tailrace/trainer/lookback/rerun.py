@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.positions.random_sources import random_state, set_random_state
 from tailrace.errors import CheckpointError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Staged
@@ -19,7 +20,7 @@ from tailrace.jaxprs.internals import key_generator
 from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import Observe, StopOnNonfinite, Tap, in_every_step, parse_taps
-from tailrace.trainer.checkpoints.saving import bring_to
+from tailrace.trainer.checkpoints.passes import Passes
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.checkpoints.together import own_position
 from tailrace.trainer.engine import Engine
@@ -63,12 +64,17 @@ class Rerun:
         self._duration = Duration(**note["fit"]["duration"])
         self._by_epochs = self._duration.epochs is not None
         self._epoch = self._progress.epoch
+        passes = Passes(dataset, self._progress, own_position(note["fit"]["positions"]))
+        # Of an earlier version: where it knew the length, it never read the end itself.
+        self._by_length = not passes.known
+        self._drawn = random_state()
+        passes.set_out()
         feed = self.engine.use(dataset)
         assert isinstance(feed, InfeedQueue)
         self._feed = feed
         put_state(self.engine, arrays, note)
         try:
-            bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
+            passes.bring(feed)
         except DataExhausted as error:
             raise DataExhausted(
                 f"A replay reads the elements that the training read, and this dataset ends before "
@@ -76,7 +82,7 @@ class Rerun:
                 f"from its start."
             ) from error
         # Saved between two passes: what the fit did next was to read its dataset from the start.
-        if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
+        if passes.between and feed.position:
             self._next_epoch()
         # With the room that the training's loop had: another capacity is another program for XLA,
         # which may round differently, and the replay must be bit-equal.
@@ -135,7 +141,9 @@ class Rerun:
             with choices_in(self._directory):
                 yield self
         finally:
-            self._feed.rest()
+            self._feed.leave()
+            # Of the process, which trains on as if nothing had been replayed.
+            set_random_state(self._drawn)
 
     def _run(self, length: int, looking: bool = False) -> Results:
         per_step = self._pair.loud.elements_per_pass
@@ -164,10 +172,9 @@ class Rerun:
     def _remaining(self, count: int) -> int:
         """How many of the next elements this pass over the data has."""
         length = as_dataset(self._dataset).length
-        if length is None or not self._by_epochs:
+        if length is None or not self._by_epochs or not self._by_length:
             return self._feed.remaining(count)
-        # As the fit: where it knew the length, it never read the end itself. A sampler of PyTorch draws
-        # once more there, and its next pass would have another order.
+        # A sampler of PyTorch draws once more at its end, and its next pass would have another order.
         left = max(0, length - self._feed.position)
         return self._feed.remaining(min(count, left)) if left else 0
 

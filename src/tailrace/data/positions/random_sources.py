@@ -35,7 +35,7 @@ def generators_in(data: object) -> list[Any]:
         values = getattr(holder, "__dict__", {})
         for value in values.values():
             # By identity: a loader and its sampler share theirs.
-            if _is_generator(value) and id(value) not in seen:
+            if is_generator(value) and id(value) not in seen:
                 seen.add(id(value))
                 found.append(value)
         holders += [
@@ -66,7 +66,7 @@ def random_state(own: Sequence[Any] = ()) -> dict[str, Any]:
     if torch is not None:
         found["torch"] = bytes(torch.get_rng_state().numpy()).hex()
     if own:
-        found[OWN] = [_state_of(generator) for generator in own]
+        found[OWN] = [state_of(generator) for generator in own]
     return found
 
 
@@ -85,7 +85,7 @@ def set_random_state(state: Mapping[str, Any], own: Sequence[Any] = ()) -> None:
     if len(state.get(OWN, ())) == len(own):
         for generator, one in zip(own, state.get(OWN, ()), strict=True):
             if one is not None:
-                _set_state(generator, one)
+                put_state(generator, one)
 
 
 def drawn_from(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,14 +117,16 @@ def not_drawn_from(
     return found
 
 
-def _is_generator(value: object) -> bool:
+def is_generator(value: object) -> bool:
+    """Whether a value is a generator of random numbers."""
     if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
         return True
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Generator)
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a generator, for JSON."""
     if isinstance(generator, np.random.Generator):
         return _listed(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
@@ -135,7 +137,8 @@ def _state_of(generator: Any) -> Any:
     return bytes(generator.get_state().numpy()).hex()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def put_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
