@@ -6,9 +6,7 @@ import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.records.float_formats import FORMATS, format_shares
-from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
-
-BIAS = 127
+from tailrace.taps.reductions import BIAS, INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 
 def count_exponents(values: Tree) -> np.ndarray:
@@ -18,12 +16,18 @@ def count_exponents(values: Tree) -> np.ndarray:
     >>> int(counts[127]), int(counts[257]), int(counts[256])
     (2, 1, 1)
     """
-    bits = np.ascontiguousarray(np.ravel(values).astype(np.float32)).view(np.int32)
-    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # As `histogram` does on the device: NaN has the exponent of Inf, and zero that of subnormal values.
-    index = np.where((exponent == INF_BIN) & (mantissa != 0), NAN_BIN, exponent)
-    index = np.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
-    return np.bincount(index, minlength=NUM_BINS)
+    found = np.ravel(values)
+    if np.iscomplexobj(found):
+        found = np.abs(found)
+    if found.dtype.kind in "iu" and found.dtype.itemsize == 8:  # float64 would round them up
+        size = np.abs(found).astype(np.uint64)
+        found = np.where(size >> 53, size & ~np.uint64(0x7FF), size)
+    bits = np.ascontiguousarray(found.astype(np.float64)).view(np.int64) & np.iinfo(np.int64).max
+    infinity = 0x7FF << 52
+    # As `histogram` does on the device: exponents that float32 has not are counted at its ends.
+    index = np.clip((bits >> 52) - 1023 + BIAS, 0, INF_BIN - 1)
+    index = np.where(bits == infinity, INF_BIN, np.where(bits > infinity, NAN_BIN, index))
+    return np.bincount(np.where(bits == 0, ZERO_BIN, index), minlength=NUM_BINS)
 
 
 def format_sentences(counts: np.ndarray) -> list[str]:

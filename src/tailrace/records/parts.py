@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.records.merging import merge_statistics
 from tailrace.records.record import Record
-from tailrace.taps.reductions import merge_statistics
 from tailrace.taps.tap import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,41 @@ SPREAD = 0.125
 """The least ratio of a row's variance to its mean square at which plain sums are accurate enough.
 
 Below it they lose more than 3 of their 24 bits, and the row is read again."""
+
+
+class Limits(NamedTuple):
+    """From where on the squares of numbers leave the range of their format, and what brings them back.
+
+    Attributes:
+        small: below it, differences of neighbours have no square.
+        large: from there on, sums of squares may be infinite.
+        up: brings small values into the middle of the range; a power of two, so nothing is rounded.
+        down: the same for large ones.
+        tiny: a sum of squares from which it has lost no digits.
+        norm: the same for sums of any number of squares.
+    """
+
+    small: float
+    large: float
+    up: float
+    down: float
+    tiny: float
+    norm: float
+
+    def factor(self, size: jax.Array) -> jax.Array:
+        """What rows are multiplied by whose largest magnitude is `size`."""
+        one = jnp.where(size < self.small, self.up, 1.0)
+        return jnp.where(size >= self.large, self.down, one).astype(size.dtype)
+
+
+LIMITS = {
+    4: Limits(2.0**-40, 2.0**40, 2.0**86, 2.0**-80, 2.0**-90, 2.0**-60),
+    8: Limits(2.0**-300, 2.0**300, 2.0**600, 2.0**-600, 2.0**-700, 2.0**-600),
+}
+"""By the bytes of a number: float32 and float64.
+
+Sums of scaled rows leave the device as they are. A *negative* sum of squares says that they are scaled,
+and the extremes of the row by which factor: ordinary rows need no column for that."""
 
 WIDTH = 4096
 """Values per row of a histogram, whose counts must fit into 16 bits, and of a test for finiteness."""
@@ -184,8 +219,9 @@ def _statistics(row: _Row) -> Any:
     # A finite sum of squares proves that all values are finite, and nearly always it is also enough
     # for their variance. Whatever else such a row needs would be registers that all rows wait for.
     spread = total * (total / row.count) <= squares * (1 - SPREAD)
+    right = (squares >= LIMITS[4].tiny) | (zero == row.count)
     numbers = lax.cond(
-        (squares < jnp.inf) & spread,
+        (squares < jnp.inf) & spread & right,
         lambda: (total, squares, low, high, none, none, zero, none),
         lambda: _careful(row),
     )
@@ -200,6 +236,7 @@ def _careful(row: _Row) -> tuple[Any, ...]:
     """Statistics of a row with values that are not finite, are large, or differ by little.
 
     Sums are of distances to the mean, and of their squares: then float32 is enough, whatever the mean.
+    If squares leave its range, both are of scaled values, and the sum of squares is negative.
     """
 
     def first(number: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -226,15 +263,19 @@ def _careful(row: _Row) -> tuple[Any, ...]:
     count, mean, low, high, nan, inf, zero = lax.fori_loop(*EACH_PART, first, begin)
     # A mean is rounded, and equal values would seem to differ from it.
     shift = jnp.where(low == high, low, mean * (row.width / jnp.maximum(count, 1.0)))
+    size = jnp.where(count > 0, jnp.maximum(jnp.abs(low), jnp.abs(high)), 0.0)
+    factor = LIMITS[4].factor(size)
+    middle = shift * factor
 
     def second(number: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
         there, values = row.part(number)
         wide = values.astype(jnp.float32)
         finite = _only(jnp.abs(wide) < jnp.inf, there, False)
-        away = jnp.where(finite, wide - shift, 0.0)
+        away = jnp.where(finite, wide * factor - middle, 0.0)
         return found[0] + _sum(away), found[1] + _sum(away * away)
 
     total, squares = lax.fori_loop(*EACH_PART, second, (none, none))
+    squares = jnp.where(factor == 1.0, squares, -squares)
     return total, squares, low, high, nan, inf, zero, shift
 
 

@@ -19,6 +19,7 @@ from jax import lax
 
 from tailrace.devices import devices
 from tailrace.taps import gpu_kernels
+from tailrace.taps.gpu_kernels import LIMITS, Limits
 
 ROW = 1024
 """Values per row of the packed array on a CPU: short rows suit its caches."""
@@ -37,9 +38,6 @@ LARGE = 1 << 18
 
 TOGETHER, ALONE = 8, 1 << 23
 """The number of tensors that one kernel reads, and the size from which each has its own."""
-
-HUGE, SHRINK = 1e24, 2.0**-60
-"""The sum of squares from which values are made smaller before they are squared again, and by what."""
 
 FACTORS = 128
 """Values per row of the matrix that is multiplied by zeros."""
@@ -67,12 +65,62 @@ NUM_BINS = 258
 SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
 """Bins of a histogram: 1..254 are binary exponents (biased by 127), the others special values."""
 
+BIAS = 127
+
 
 def norm(value: jax.Array) -> jax.Array:
     """The Euclidean norm of all values, computed in float32."""
+    if jnp.iscomplexobj(value):
+        value = jnp.stack([value.real, value.imag])
     wide = _wide(value)
     # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
-    return jnp.sqrt(_unfinished(_total(wide * wide)))
+    total = _total(wide * wide)
+    if devices.platform() != "cpu":  # a branch would stop a device until the host has chosen it
+        return jnp.sqrt(_unfinished(total))
+    fine = (total < jnp.inf) & (total >= _limits(wide).norm)
+    return lax.cond(fine, lambda: jnp.sqrt(total), lambda: _norm_at_the_ends(wide))
+
+
+def _norm_at_the_ends(wide: jax.Array) -> jax.Array:
+    """The norm of values whose squares are too large or too small; of zeros; NaN if one is."""
+    largest = jnp.max(_magnitude_bits(wide), initial=0)
+    factor = _limits(wide).factor(lax.bitcast_convert_type(largest, wide.dtype))
+    scaled, limits, info = _scaled(wide, factor), _limits(wide), jnp.finfo(wide.dtype)
+    found = jnp.sqrt(_total(scaled * scaled))
+    small = jnp.rint(found / (limits.up * float(info.smallest_subnormal))).astype(largest.dtype)
+    subnormal = (factor == limits.up) & (found < limits.up * float(info.tiny))
+    return jnp.where(subnormal, lax.bitcast_convert_type(small, wide.dtype), found / factor)
+
+
+def _limits(wide: jax.Array) -> Limits:
+    return LIMITS[wide.dtype.itemsize]
+
+
+def _bits(wide: jax.Array) -> jax.Array:
+    """The bits of floats as integers: comparisons of those know subnormal numbers, also on a CPU."""
+    return lax.bitcast_convert_type(wide, jnp.int32 if wide.dtype.itemsize == 4 else jnp.int64)
+
+
+def _magnitude_bits(wide: jax.Array) -> jax.Array:
+    """Integers in the order of the magnitudes of floats; NaN is the largest."""
+    bits = _bits(wide)
+    return bits & jnp.iinfo(bits.dtype).max
+
+
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Integers in the order of the floats that have these bits; its own inverse."""
+    most = jnp.iinfo(bits.dtype)
+    return bits ^ ((bits >> (most.bits - 1)) & most.max)
+
+
+def _scaled(wide: jax.Array, factor: jax.Array) -> jax.Array:
+    """Values times a power of two. A CPU takes subnormal numbers for zero: integers give theirs."""
+    info = jnp.finfo(wide.dtype)
+    size = _magnitude_bits(wide)
+    up = _limits(wide).up
+    unit = float(info.smallest_subnormal) * up
+    small = jnp.where(_bits(wide) < 0, -unit, unit).astype(wide.dtype) * size.astype(wide.dtype)
+    return jnp.where((size < 1 << info.nmant) & (factor == up), small, wide * factor)
 
 
 def all_finite(values: Sequence[jax.Array]) -> jax.Array:
@@ -146,12 +194,24 @@ def histograms(values: Sequence[jax.Array]) -> list[jax.Array]:
     return [found[number] for number in range(len(values))]
 
 
+def _bins(flat: jax.Array) -> jax.Array:
+    """The bin of each value, from its bits: rounding to float32 could be to the next power of two."""
+    if jnp.issubdtype(flat.dtype, jnp.integer) and flat.dtype.itemsize >= 4:
+        unsigned = jnp.abs(flat).astype(jnp.dtype(f"uint{8 * flat.dtype.itemsize}"))
+        exponent = BIAS + 8 * flat.dtype.itemsize - 1 - lax.clz(unsigned).astype(jnp.int32)
+        return jnp.where(unsigned == 0, ZERO_BIN, exponent)
+    wide = _wide(flat)
+    info, bits = jnp.finfo(wide.dtype), _magnitude_bits(wide)
+    exponent = bits >> info.nmant
+    if info.bits == 64:  # exponents that float32 has not are counted at its ends
+        exponent = jnp.clip(exponent - (info.maxexp - 1) + BIAS, SUBNORMAL, INF_BIN - 1)
+    infinity = ((1 << info.nexp) - 1) << info.nmant
+    index = jnp.where(bits == infinity, INF_BIN, jnp.where(bits > infinity, NAN_BIN, exponent))
+    return jnp.where(bits == 0, ZERO_BIN, index).astype(jnp.int32)
+
+
 def _scattered(flat: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.int32)
-    exponent = (bits >> 23) & 0xFF
-    mantissa = bits & 0x7FFFFF
-    index = jnp.where((exponent == 255) & (mantissa != 0), NAN_BIN, exponent)
-    index = jnp.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
+    index = _bins(flat)
     lanes = 1 if devices.platform() == "cpu" else max(1, min(LANES, index.size // SHARE))
     if lanes > 1:  # neighbouring values count in different copies, at neighbouring addresses
         index = index * lanes + jnp.arange(index.size, dtype=jnp.int32) % lanes
@@ -172,16 +232,25 @@ def pack_statistics(values: Sequence[jax.Array]) -> jax.Array:
     # Materialized once; XLA would otherwise fuse the packing into each reduction: half the time.
     rows = lax.optimization_barrier(rows)
     first = rows[:, :1]
-    shift = jnp.where(jnp.isfinite(first), first, 0)
-    # On a CPU, testing each value for finiteness costs more than everything else together. A finite
-    # sum of squares proves that all values are finite.
-    quick = quick_statistics(rows, lengths, shift)
-    fine = jnp.isfinite(quick[:, 1]).all()
+    quick = quick_statistics(rows, lengths, jnp.where(jnp.isfinite(first), first, 0))
     return lax.cond(
-        fine,
-        lambda: quick,
-        lambda: jnp.stack(careful_statistics(rows, lengths, any_finite(rows)), axis=1),
+        _ordinary(quick, lengths), lambda: quick, lambda: exact_statistics(rows, lengths)
     )
+
+
+def _ordinary(quick: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Whether all rows are finite, and none has lost squares.
+
+    On a CPU, testing each value costs more than everything else together. A finite sum of squares
+    proves that all values are finite; of rows with a small one, the extremes tell whether it is right.
+    """
+    squares, low, high, zeros = quick[:, 1], quick[:, 2], quick[:, 3], quick[:, 6]
+    limits, tiny = _limits(quick), float(jnp.finfo(quick.dtype).tiny)
+    size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+    # Subnormal numbers are equal to each other and to zero here, so their rows are not equal by that.
+    right = (zeros == lengths.astype(zeros.dtype)) | ((low == high) & (size >= tiny))
+    small = (squares < limits.tiny) & (size < limits.small) & ~right
+    return ((squares < jnp.inf) & ~small).all()
 
 
 def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -288,35 +357,44 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     """
     total, squares, low, high, nan, inf, zero, shift = columns
     count = sizes.astype(total.dtype) - nan - inf
+    low, high = jnp.where(sizes > 0, low, jnp.inf), jnp.where(sizes > 0, high, -jnp.inf)
+    least, most = low.min(axis=1), high.max(axis=1)
+    # In the scale of the group: products of its sums are then finite, and those of small rows vanish.
+    factor = _limits(total).factor(_size(least, most))[:, None]
+    ratio = factor / _factors(squares, low, high)
+    total, squares, shift = total * ratio, jnp.abs(squares) * ratio * ratio, shift * factor
     # A row may have no finite value at all: its sums are 0 then, and must not become NaN.
     some = jnp.maximum(count, 1)
     mean = shift + total / some
     # Not squares - total**2 / some: a GPU's division is off by a bit, which equal values would show.
-    # Large ones by a power of 2 smaller: their products would be infinite.
-    small = jnp.where(squares > HUGE, SHRINK, 1.0).astype(total.dtype)
-    part = total * small
-    spread = jnp.maximum(squares * small * small * some - part * part, 0) / some / small / small
-    spread = jnp.where(jnp.isnan(spread), jnp.inf, spread)  # both squares were too large
+    spread = jnp.maximum(squares * some - total * total, 0) / some
+    spread = jnp.where(jnp.isnan(spread), jnp.inf, spread)  # XLA's sums of a row were infinite
     whole = jnp.maximum(count.sum(axis=1, keepdims=True), 1)
     middle = (mean * (count / whole)).sum(axis=1, keepdims=True)
     moved = jnp.where(count > 0, mean - middle, 0)
+    squares = (spread + count * moved * moved).sum(axis=1)
     return [
         (count * moved).sum(axis=1),
-        (spread + count * moved * moved).sum(axis=1),
-        jnp.where(sizes > 0, low, jnp.inf).min(axis=1),
-        jnp.where(sizes > 0, high, -jnp.inf).max(axis=1),
+        jnp.where(factor[:, 0] == 1, squares, -squares),
+        least,
+        most,
         nan.sum(axis=1),
         inf.sum(axis=1),
         zero.sum(axis=1),
-        middle[:, 0],
+        (middle / factor)[:, 0],
     ]
 
 
-def any_finite(rows: jax.Array) -> jax.Array:
-    """A finite value of each row: the first, if it is finite, or the smallest; 0 if there is none."""
-    low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
-    first = rows[:, :1]
-    return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
+def _size(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The largest magnitude between two extremes; 0 if there are no values."""
+    return jnp.where(low <= high, jnp.maximum(jnp.abs(low), jnp.abs(high)), 0)
+
+
+def _factors(squares: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """What rows were multiplied by."""
+    limits = _limits(squares)
+    scaled = jnp.where(_size(low, high) < 1, limits.up, limits.down)
+    return jnp.where(squares < 0, scaled, 1.0).astype(squares.dtype)
 
 
 def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> jax.Array:
@@ -330,9 +408,44 @@ def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> j
             rows.max(axis=1),
             jnp.zeros(len(rows), rows.dtype),
             jnp.zeros(len(rows), rows.dtype),
-            # Zeros are counted by arithmetic, which a CPU does faster than comparisons.
-            (1 - jnp.sign(jnp.abs(rows))).sum(axis=1)
-            - jnp.where(rows[:, 0] == 0, rows.shape[1] - lengths, 0).astype(rows.dtype),
+            _zeros(rows, lengths),
+            shift[:, 0],
+        ],
+        axis=1,
+    )
+
+
+def _zeros(rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The number of zeros in each row, without its padding; subnormal numbers are not zero."""
+    size = _magnitude_bits(rows)
+    # Not size == 0: LLVM would compare floats instead, and a CPU that takes subnormal numbers for zero.
+    most = jnp.iinfo(size.dtype)
+    other = lax.shift_right_logical(size + most.max, jnp.full_like(size, most.bits - 1))
+    return lengths.astype(rows.dtype) - _without_padding(other == 1, lengths, rows.dtype)
+
+
+def exact_statistics(rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Statistics of rows of any values, over the whole range of their format; on a CPU."""
+    finite = jnp.isfinite(rows)
+    order, far = _ordered(_bits(rows)), _bits(jnp.asarray(jnp.inf, rows.dtype))
+    low = jnp.where(finite, order, far).min(axis=1, keepdims=True)
+    high = jnp.where(finite, order, _ordered(_bits(jnp.asarray(-jnp.inf, rows.dtype)))).max(
+        axis=1, keepdims=True
+    )
+    low, high = (lax.bitcast_convert_type(_ordered(end), rows.dtype) for end in (low, high))
+    # A finite value of each row: the first, or the smallest; 0 if there is none.
+    shift = jnp.where(finite[:, :1], rows[:, :1], jnp.where(jnp.isfinite(low), low, 0))
+    factor = _limits(rows).factor(_size(low, high))
+    moved = jnp.where(finite, _scaled(rows, factor) - _scaled(shift, factor), 0)
+    squares = (moved * moved).sum(axis=1)
+    return jnp.stack(
+        [
+            moved.sum(axis=1),
+            jnp.where(factor[:, 0] == 1, squares, -squares),
+            low[:, 0],
+            high[:, 0],
+            *_strange(rows, lengths),
+            _zeros(rows, lengths),
             shift[:, 0],
         ],
         axis=1,
@@ -340,27 +453,32 @@ def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> j
 
 
 def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> list[jax.Array]:
-    """Statistics of any rows: eight arrays with one number per row.
+    """Statistics of any rows, by XLA on an accelerator: eight arrays with one number per row.
 
+    Each reduction reads the rows as they are: the largest value is not known yet, so nothing is scaled.
     Padding repeats a row's first value: only counts must exclude it.
     """
     finite = jnp.isfinite(rows)
     moved = jnp.where(finite, rows - shift, 0)
-    missing = (rows.shape[1] - lengths).astype(rows.dtype)
-
-    def count(found: jax.Array) -> jax.Array:
-        return found.sum(axis=1, dtype=rows.dtype) - jnp.where(found[:, 0], missing, 0)
-
     return [
         moved.sum(axis=1),
         (moved * moved).sum(axis=1),
         jnp.where(finite, rows, jnp.inf).min(axis=1),
         jnp.where(finite, rows, -jnp.inf).max(axis=1),
-        count(jnp.isnan(rows)),
-        count(jnp.isinf(rows)),
-        count(rows == 0),
+        *_strange(rows, lengths),
+        _without_padding(rows == 0, lengths, rows.dtype),
         shift[:, 0],
     ]
+
+
+def _strange(rows: jax.Array, lengths: jax.Array) -> list[jax.Array]:
+    """The numbers of NaN and of Inf in each row."""
+    return [_without_padding(test(rows), lengths, rows.dtype) for test in (jnp.isnan, jnp.isinf)]
+
+
+def _without_padding(found: jax.Array, lengths: jax.Array, dtype: Any) -> jax.Array:
+    missing = (found.shape[1] - lengths).astype(dtype)
+    return found.sum(axis=1, dtype=dtype) - jnp.where(found[:, 0], missing, 0)
 
 
 def padded_rows(value: jax.Array, width: int) -> jax.Array:
@@ -391,38 +509,12 @@ def _lengths(size: int, width: int) -> np.ndarray:
 
 def _wide(value: jax.Array) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = jnp.abs(value)
-    return value.astype(
-        jnp.promote_types(jnp.float32, value.dtype) if _is64(value) else jnp.float32
-    )
-
-
-def _is64(value: jax.Array) -> bool:
-    return value.dtype == jnp.float64
-
-
-def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
-    """Statistics of a tensor of `size` values, from its rows: [..., rows, 8] to [...]."""
-    # Make each quantity contiguous: the sums below would otherwise stride over every eighth number.
-    parts = np.ascontiguousarray(np.moveaxis(partial, -1, 0)).astype(np.float64)
-    total, squares, low, high, nan, inf, zero, shift = parts
-    lengths = row_lengths(size).astype(np.float64)
-    # All of this in float64: sums over many rows would lose digits in float32.
-    count = lengths - nan - inf
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        mean = shift + np.where(count > 0, total / count, 0)
-        spread = np.maximum(squares - np.where(count > 0, total**2 / count, 0), 0)
-        whole = count.sum(-1)
-        overall = (mean * count).sum(-1) / whole
-        between = (count * (mean - overall[..., None]) ** 2).sum(-1)
-        variance = (spread.sum(-1) + between) / whole
-        out = np.empty(overall.shape, STATS)
-        out["mean"], out["std"] = overall, np.sqrt(variance)
-        out["min"] = np.where(whole > 0, low.min(-1, initial=np.inf), np.nan)
-        out["max"] = np.where(whole > 0, high.max(-1, initial=-np.inf), np.nan)
-        out["nan"], out["inf"] = nan.sum(-1), inf.sum(-1)
-        out["zero"] = zero.sum(-1) / max(size, 1)
-    return out
+        size = jnp.abs(value)
+        # A finite number may have a magnitude that its format has not.
+        value = jnp.where(
+            jnp.isfinite(value), jnp.minimum(size, float(jnp.finfo(size.dtype).max)), size
+        )
+    return value if value.dtype == jnp.float64 else value.astype(jnp.float32)
 
 
 class StatsKey(tuple[tuple[Hashable, int], ...]):

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.records.merging import merge_statistics
 from tailrace.records.parts import Part
 from tailrace.records.sinks import Finished
-from tailrace.taps.reductions import merge_statistics
 
 MOST_BYTES = 1 << 25
 """The approximate limit of a join, so that intermediate values need little memory."""
