@@ -19,10 +19,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
-<<<<<<< HEAD
-from tailrace.data.dataset import Dataset
 from tailrace.data.narrowing import store_narrowed
-=======
 from tailrace.data.positions.loader_state import (
     State,
     changed,
@@ -30,7 +27,6 @@ from tailrace.data.positions.loader_state import (
     loader_state,
     put_loader_state,
 )
->>>>>>> 9a2ffa9d (Datasets are iterated to their end, as a for loop would)
 from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device

@@ -395,36 +395,12 @@ class Saving:
         return Snapshot(arrays, note, fit.journal.mark())
 
 
-<<<<<<< HEAD
 def run_end_of(note: Mapping[str, Any], directory: object) -> dict[str, Any] | None:
     """Where a run directory was at a checkpoint, and whose it is; None without one."""
     end = note.get("run")
     return None if end is None else {**end, "checkpoint": str(directory)}
 
 
-def bring_to(
-    feed: InfeedQueue, dataset: object, progress: Progress, position: Mapping[str, Any]
-) -> None:
-    """Restore the position of a feed in its dataset.
-
-    Some datasets have another order in each iteration, so they are iterated as often as before: once
-    for the form of an element (which is the first pass of the first fit), and once for each pass.
-    """
-    source = as_dataset(dataset)
-    between_passes = bool(progress.epochs) and progress.steps == progress.epoch_start
-    # At the end of a pass the next has not begun: the fit restarts the dataset itself, as it would
-    # have without the interruption.
-    begun = progress.epochs - between_passes
-    again = begun + bool(progress.first_epoch)
-    if source.fast is None and source.restartable and "source" not in position:
-        feed.pass_by(dataset, again - 1)
-    if again:
-        feed.start_epoch(dataset, progress.first_epoch + begun)
-    feed.set_state(position)
-
-
-=======
->>>>>>> 9a2ffa9d (Datasets are iterated to their end, as a for loop would)
 def describe_accumulation(engine: Engine) -> str:
     """The parts of the accumulation that change results, except the number of elements per step."""
     dtype: Any = engine.accumulation.dtype
