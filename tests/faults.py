@@ -118,7 +118,7 @@ class Memory:
 
         orbax, happened = orbax_files.import_orbax(), {"count": 0, "hit": ""}
         places = [(orbax, name) for name in ("load", "save", "metadata")]
-        places += [(file_list, name) for name in ("read_whole", "_checksum", "_below")]
+        places += [(file_list, name) for name in ("read_whole", "file_checksum", "foreign_files")]
         places += [(orbax_files, name) for name in ("read_whole", "checksum", "write_list")]
         places += [(orbax_files, name) for name in ("damage_in", "read_long", "write_long")]
         places += [(device_copies.DeviceCopy, "on_host"), (long_arrays.np, "fromfile")]

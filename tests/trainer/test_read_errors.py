@@ -100,9 +100,9 @@ def test_what_says_nothing_of_the_files_touches_nothing(whole, killed, monkeypat
 
 
 def test_wrong_bytes_that_come_once_are_no_damage(whole, killed, monkeypatch):
-    left, own = [1], file_list._checksum
+    left, own = [1], file_list.file_checksum
     monkeypatch.setattr(
-        file_list, "_checksum", lambda *args: own(*args) + (left.pop() if left else 0)
+        file_list, "file_checksum", lambda *args: own(*args) + (left.pop() if left else 0)
     )
     assert_bits_equal(fit(killed).state, whole[0].state)
     assert not left

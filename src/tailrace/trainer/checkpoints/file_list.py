@@ -45,13 +45,13 @@ def write_list(directory: Path) -> None:
     """List the files of a directory, which is complete."""
     sizes = {name: about.st_size for name, about in _below(directory).items()}
     files = {
-        name: [size, _checksum(directory / name, size) if size <= SMALL else None]
+        name: [size, file_checksum(directory / name, size) if size <= SMALL else None]
         for name, size in sizes.items()
         if name != OWN
     }
     # Apart from `files`, which earlier versions compare as it is.
     more = {
-        name: [size, _checksum(directory / name, size)]
+        name: [size, file_checksum(directory / name, size)]
         for name, size in sizes.items()
         if name == OWN or size > SMALL
     }
@@ -91,7 +91,7 @@ def damage_in(directory: Path, *, every_byte: bool = False) -> str:
             size, checksum = more[name]
         if found[name].st_size != size:
             return f"the file {name!r} has {found[name].st_size:,} bytes of {size:,}"
-        if checksum is not None and _checksum(directory / name, size) != checksum:
+        if checksum is not None and file_checksum(directory / name, size) != checksum:
             return f"the file {name!r} is not what was written"
     return ""
 
@@ -149,7 +149,8 @@ def _below(directory: Path) -> Mapping[str, os.stat_result]:
     return dict(sorted(found.items()))
 
 
-def _checksum(path: Path, size: int) -> int:
+def file_checksum(path: Path, size: int) -> int:
+    """The checksum of a file of this size."""
     found = 0
     for piece in _pieces(path, size):
         found = zlib.crc32(piece, found)
