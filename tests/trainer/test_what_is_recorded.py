@@ -161,6 +161,8 @@ class Life:
         covered = [s for first, count in self.watch.executions for s in range(first, first + count)]
         assert covered == list(expected)
         self.told = {s: v for s, v in self.told.items() if s < self.plain.first} | expected
+        if self.trainer.executions == self.before:
+            return  # finished by an earlier process, whose files have later fits too
         with contextlib.suppress(FileNotFoundError), (self.folder / "log.csv").open() as file:
             rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
             # After steps that it was not told of, the file begins again.

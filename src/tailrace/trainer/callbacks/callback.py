@@ -39,7 +39,7 @@ class Callback:
     In each method, `trainer.params` and `trainer.step` are those at the end of the execution that the
     values come from; `on_step_end` can read the state only in the last step of an execution.
     `trainer.stop()` in a callback ends the fit there. An exception that a method raises ends the fit
-    too: the other callbacks are told what they would have been told, and `fit` raises it.
+    too: the other callbacks are called as they would have been, and `fit` raises it.
 
     Example:
         >>> import tailrace as tr
@@ -89,8 +89,8 @@ def listens(callback: Callback) -> bool:
 
 
 @dataclasses.dataclass
-class Told:
-    """The execution that callbacks are being told of.
+class Reported:
+    """The execution that callbacks are being called for.
 
     Attributes:
         first_step: its first step.
@@ -115,7 +115,7 @@ class Told:
 
 
 def notify(
-    callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution, told: Told
+    callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution, reported: Reported
 ) -> None:
     """Call all callbacks for an execution, and for each step if they override that method."""
 
@@ -124,10 +124,10 @@ def notify(
         try:
             for number in range(execution.steps if _overrides(callback, "on_step_end") else 0):
                 values = {name: float(v[number]) for name, v in execution.values.items()}
-                told.step = execution.first_step + number
-                callback.on_step_end(trainer, told.step, values)
+                reported.step = execution.first_step + number
+                callback.on_step_end(trainer, reported.step, values)
         finally:
-            told.step = None
+            reported.step = None
         callback.on_execution_end(trainer, execution)
 
     tell_all(callbacks, tell)

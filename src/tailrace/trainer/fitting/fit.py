@@ -31,7 +31,7 @@ from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
     Callback,
     Execution,
-    Told,
+    Reported,
     listens,
     notify,
     tell_all,
@@ -103,7 +103,7 @@ class Fit:
         self._dataset, self._announced = dataset, ""
         # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
         self._guarding = Guarding(engine, journal.history)
-        self.told: Told | None = None
+        self.reported: Reported | None = None
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
         watched = [getattr(one, "watched", None) for one in callbacks]
@@ -333,15 +333,15 @@ class Fit:
         if self.callbacks and results.steps:
             values = self.journal.one(results)
             execution = Execution(results.first_step, results.steps, values)
-            self.told = Told(execution.first_step, execution.steps)
+            self.reported = Reported(execution.first_step, execution.steps)
             try:
-                notify(self.callbacks, self.trainer, execution, self.told)
+                notify(self.callbacks, self.trainer, execution, self.reported)
             finally:
-                self.told = None
+                self.reported = None
         self.bar.advance(results.steps, results.scalars["loss"])
 
     def _check(self, results: Results) -> None:
-        """Raise the error of an execution, if it has one: its steps are recorded, and were told."""
+        """Raise the error of an execution, if it has one: its steps are recorded, and sent."""
         # Which values a step has is known now, long before the epoch is over whose end needs them.
         while self._unchecked and results.failure is None:
             self._unchecked.pop().check_logged(self.journal.history.step_names)

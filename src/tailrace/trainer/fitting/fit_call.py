@@ -159,5 +159,5 @@ class FitCall:
             # Also after an error: callbacks close their files there. Not of a fit that has not begun:
             # one of an earlier fit would end that again.
             history: History = journal.history
-            told = self.callbacks if self._begun else []
-            tell_all(told, lambda one: one.on_fit_end(fit.trainer, history))
+            begun = self.callbacks if self._begun else []
+            tell_all(begun, lambda one: one.on_fit_end(fit.trainer, history))

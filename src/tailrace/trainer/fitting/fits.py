@@ -80,13 +80,13 @@ class Fits:
                 f"another thread would belong to another step. Do it in a callback, which runs "
                 f"between executions, or after the fit."
             )
-        self._check_told()
+        self._check_reported()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Say why the state cannot be read: by another thread while a fit runs, or in a step that it
         does not belong to."""
-        self._check_told()
+        self._check_reported()
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -99,10 +99,10 @@ class Fits:
                 ) from error
             raise
 
-    def _check_told(self) -> None:
-        told = None if self._running is None else self._running.told
-        if told is not None and self._thread == threading.get_ident():
-            told.check_reads()
+    def _check_reported(self) -> None:
+        reported = None if self._running is None else self._running.reported
+        if reported is not None and self._thread == threading.get_ident():
+            reported.check_reads()
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
