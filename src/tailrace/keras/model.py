@@ -27,7 +27,7 @@ from tailrace.keras.data.batch_counts import (
 )
 from tailrace.keras.data.copied_batches import copy_batches
 from tailrace.keras.data.first_batch import FirstBatch, ReadsHere
-from tailrace.keras.keras_internals import PLAIN, layers_in
+from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
@@ -40,6 +40,7 @@ from tailrace.keras.programs.call_pacing import (
 )
 from tailrace.keras.programs.callback_hooks import callback_spans
 from tailrace.keras.programs.executions import Executions
+from tailrace.keras.programs.keras_loop import refuse_in_keras_loop, why_keras_runs
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -47,7 +48,7 @@ from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.distribution import check_not_distributed
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
-from tailrace.messages import listed, note_once
+from tailrace.messages import note_once
 from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
@@ -79,8 +80,7 @@ class Adopted(Setters, Assigning, LookingBack):
         self.model, self.settings = model, settings
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
-        self._single = False
-        """Whether Keras' trainer calls for one batch alone next."""
+        self._single = False  # whether one batch alone comes next (`train_on_batch`)
         self.active: Any = None
         """The program that ran last."""
         self.past: PastFit | None = None
@@ -187,7 +187,9 @@ class Adopted(Setters, Assigning, LookingBack):
         patience = Patience(timeout_s)  # refused here, before anything is read
         if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
             if model.compiled:
-                self._refuse_in_keras_loop(checkpoint, timeout_s)
+                refuse_in_keras_loop(
+                    str(why_keras_runs(model, "train", _Function)), checkpoint, timeout_s
+                )
             return plain(model, *args, **kwargs)
         # Keras' own signature, whatever version: arguments are read and changed by name.
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
@@ -213,17 +215,6 @@ class Adopted(Setters, Assigning, LookingBack):
                     if keeping.backup is not None:
                         self.kept_fits = number
                     raise
-
-    def _refuse_in_keras_loop(self, checkpoint: object, timeout_s: float | None) -> None:
-        """Refuse the options of `fit` that Keras' own loop does not have."""
-        received = f"Received: a model with {self._reason('train')}, which Keras' own loop runs."
-        if checkpoint is not None:
-            rule = "checkpoint= keeps the state of a program on the device."
-            instead = "Leave that out, or use keras.callbacks.BackupAndRestore."
-            raise OptionError(f"{rule} {received} {instead}")
-        if timeout_s is not None:
-            rule = "timeout_s= limits the waits of a program on the device."
-            raise OptionError(f"{rule} {received} Leave one of them out.")
 
     def _fit_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -325,7 +316,6 @@ class Adopted(Setters, Assigning, LookingBack):
         if iterator is not None and running is not None:
             iterator = self.first_batch.of_epoch(iterator, running.patience.timeout_s)
         PLAIN["_symbolic_build"](self.model, iterator=iterator, data_batch=data_batch)
-        # Also in a callback of a fit: it is `train_on_batch` or `test_on_batch` that has one batch.
         self._single = data_batch is not None
 
     def jax_state_sync(self) -> None:
@@ -388,7 +378,7 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def _keras_runs(self, mode: str) -> bool:
         """Whether Keras' loop runs a model, because it needs something no device program can do."""
-        reason = self._reason(mode)
+        reason = why_keras_runs(self.model, mode, _Function)
         if reason is None:
             check_not_distributed(self.model)
             return False
@@ -399,21 +389,6 @@ class Adopted(Setters, Assigning, LookingBack):
             key=f"keras loop {mode} {reason}",
         )
         return True
-
-    def _reason(self, mode: str) -> str | None:
-        model, name = self.model, f"{mode}_function"
-        if model.run_eagerly:
-            return "run_eagerly=True"
-        if not model.jit_compile:
-            layers = [repr(layer.name) for layer in layers_in(model) if not layer.supports_jit]
-            if layers:
-                return f"what cannot be compiled (supports_jit=False): {listed(layers)}"
-            return "jit_compile=False"
-        if overrides(model, f"make_{name}", keras.Model):
-            return f"a `make_{name}` of its own"
-        if getattr(model, name) is not None and not isinstance(getattr(model, name), _Function):
-            return f"a `{name}` of its own"
-        return None
 
     def _make(self, mode: str, kind: type, force: bool) -> Any:
         model, name = self.model, f"{mode}_function"

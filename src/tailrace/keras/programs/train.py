@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import NonFiniteError
@@ -35,9 +34,15 @@ from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Values
 from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.short_steps import ShortSteps
-from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
+from tailrace.keras.programs.variables import (
+    SCALE,
+    Layout,
+    for_replicas,
+    leaf_numbers,
+    merged,
+    of_one,
+)
 from tailrace.program.step.accumulation import Accumulation
-from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
 from tailrace.taps.catalogue import names_listed_by
@@ -65,7 +70,6 @@ class Training(Executions):
         self._short: ShortSteps | None = None
         self._pending: deque[Ticket] = deque()
         self._guarding: Guarding | None = None
-        """Does what the guard says; made anew for each fit."""
         self._stopped_by: NonFiniteError | None = None
         self._most_steps: int | None = None
         self._contexts = contextlib.ExitStack()
@@ -107,8 +111,7 @@ class Training(Executions):
         if not self._dirty:
             return
         assert self.engine is not None
-        # Callbacks at the end of an epoch must see all results. First: where a guard ends the fit by
-        # them, Keras asks for the values once more.
+        # Callbacks must see all results. First: if a guard ends the fit by them, Keras asks once more.
         self._collect()
         self._dirty = False
         if self._form is not None:
@@ -119,7 +122,7 @@ class Training(Executions):
         values = [leaves[numbers[0]] for numbers in self._leaves]
         if self.replicas > 1 or self.engine.pipeline is not None:
             values = [
-                _of_one(variable, value)
+                of_one(variable, value)
                 for variable, value in zip(self.layout.variables, values, strict=True)
             ]
         for variable, value in zip(self.layout.variables, values, strict=True):
@@ -211,7 +214,7 @@ class Training(Executions):
         new = self.engine is None
         if self.engine is None:
             self.engine = self._made(values)
-            self._leaves = _leaf_numbers(self.layout, self.engine.state)
+            self._leaves = leaf_numbers(self.layout, self.engine.state)
             self.engine.step = self._step
         # Keras hands over every value at the start of an epoch and after a callback has read the model.
         # Those that are still the arrays it was given need not travel: the engine has them.
@@ -263,8 +266,7 @@ class Training(Executions):
 
     def _choosing(self, accumulation: Accumulation) -> Accumulation:
         """How gradients are accumulated, where a function of the variable chooses dtypes."""
-        trainable = self.layout.trainable
-        pairs = zip(trainable.names, trainable.all, strict=True)
+        pairs = zip(self.layout.trainable.names, self.layout.trainable.all, strict=True)
         return accumulation.choosing_by({f"[{name!r}]": variable for name, variable in pairs})
 
     def _deliver(self) -> None:
@@ -493,28 +495,6 @@ class Training(Executions):
                 self.engine.runner.muted = frozenset()
         finally:
             self._form = self._short = None
-            # However a fit ends, its run is complete; one that a guard has stopped says so.
             error, self._stopped_by = self._stopped_by, None
             kind = None if error is None else type(error)
             contexts.__exit__(kind, error, None if error is None else error.__traceback__)
-
-
-def _of_one(variable: keras.Variable, value: TensorLike) -> Any:
-    """The value that Keras' variable has, of what replicas have."""
-    if value.ndim > len(variable.shape):
-        return jnp.asarray(merged(variable, np.asarray(value)))
-    return on_one_device(value)
-
-
-def _leaf_numbers(layout: Layout, state: TrainState) -> list[list[int]]:
-    """For each variable, its numbers among the leaves of the state."""
-    numbers = iter(range(len(jax.tree.leaves(state))))
-    tree = jax.tree.map(lambda _: next(numbers), state)
-    found = [[tree.params[name]] for name in layout.trainable.names]
-    found += [[tree.model_state[name]] for name in layout.others.names]
-    found += [[tree.optimizer_state[name]] for name in layout.optimizer.names]
-    found += [[tree.model_state[name]] for name in layout.metrics.names]
-    if layout.scale is not None:
-        place = len(layout.trainable.names) + len(layout.others.names) + layout.scale
-        found[place].append(tree.params[SCALE])
-    return found

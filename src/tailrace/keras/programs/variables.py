@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
+from tailrace.program.step.training_step import TrainState
 
 SCALE = "loss_scale"
 """The parameter, without a gradient, by which the loss is multiplied."""
@@ -154,3 +156,24 @@ def on_one_device(value: object) -> Any:
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         value = value.addressable_shards[0].data if value.is_fully_replicated else np.asarray(value)
     return jax.device_put(value, devices.available()[0])
+
+
+def of_one(variable: keras.Variable, value: TensorLike) -> Any:
+    """The value that Keras' variable has, of what replicas have."""
+    if value.ndim > len(variable.shape):
+        return jnp.asarray(merged(variable, np.asarray(value)))
+    return on_one_device(value)
+
+
+def leaf_numbers(layout: Layout, state: TrainState) -> list[list[int]]:
+    """For each variable, its numbers among the leaves of the state."""
+    numbers = iter(range(len(jax.tree.leaves(state))))
+    tree = jax.tree.map(lambda _: next(numbers), state)
+    found = [[tree.params[name]] for name in layout.trainable.names]
+    found += [[tree.model_state[name]] for name in layout.others.names]
+    found += [[tree.optimizer_state[name]] for name in layout.optimizer.names]
+    found += [[tree.model_state[name]] for name in layout.metrics.names]
+    if layout.scale is not None:
+        place = len(layout.trainable.names) + len(layout.others.names) + layout.scale
+        found[place].append(tree.params[SCALE])
+    return found

@@ -189,6 +189,9 @@ class TrainingProgram:
         except BaseException as error:
             self._run.close(error)
             raise
+        return self._parts()
+
+    def _parts(self) -> dict[tuple[str, str], Part]:
         assert self.latest is not None
         return {(part.name, part.kind): part for part in self.latest.parts}
 
