@@ -20,7 +20,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
-from tailrace.data.narrowing import store_narrowed
+from tailrace.data.dtypes import store_narrowed
 from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
 from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
