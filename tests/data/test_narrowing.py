@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import tailrace as tr
-from tailrace.data.narrowing import narrowed, store_narrowed
+from tailrace.data.dtypes import narrowed, store_narrowed
 from tailrace.errors import DataError, ProgramError
 
 ROWS = 24

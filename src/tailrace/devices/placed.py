@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.narrowing import narrowed
+from tailrace.data.dtypes import narrowed
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
@@ -84,10 +84,8 @@ def _check_default(here: Sequence[Device]) -> None:
     default = config.jax_default_device
     if default is None or default in here:
         return
-    platforms = {device.platform for device in here} | {jax.default_backend()}
-    if isinstance(default, str) and default in (
-        platforms | {"cuda", "rocm"} if "gpu" in platforms else platforms
-    ):
+    platform = here[0].platform
+    if default == platform or (platform == "gpu" and default in ("cuda", "rocm")):
         return
     raise ProgramError(
         f"A program runs on {_names(here)}; jax.default_device is not asked. Received: "

@@ -18,7 +18,7 @@ import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batch_recipe import BatchRecipe
-from tailrace.data.narrowing import narrowed
+from tailrace.data.dtypes import narrowed
 from tailrace.devices.devices import Device
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec

@@ -18,7 +18,7 @@ import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
-from tailrace.data.narrowing import narrowed
+from tailrace.data.dtypes import narrowed
 from tailrace.devices import devices
 from tailrace.errors import DataError
 from tailrace.feeds.blocks import Blocks, batch_spec

@@ -19,7 +19,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
-from tailrace.data.narrowing import store_narrowed
+from tailrace.data.dtypes import store_narrowed
 from tailrace.data.positions.loader_state import (
     State,
     changed,

@@ -1,4 +1,7 @@
-"""The checkpoints of one `fit` of a Keras model: what is saved, and resuming from it."""
+"""The checkpoints of one `fit` of a Keras model: what is saved, and resuming from it.
+
+Long, and one thing: what is saved is what is restored.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tailrace.data.dtypes import check_numeric
-from tailrace.data.narrowing import narrowed, store_narrowed
+from tailrace.data.dtypes import check_numeric, narrowed, store_narrowed
 from tailrace.data.trees import Tree
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds import dispatch_table

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.data.array_like import DTypeLike
-from tailrace.data.narrowing import narrowed
+from tailrace.data.dtypes import narrowed
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.narrowing import narrowed
+from tailrace.data.dtypes import narrowed
 from tailrace.devices import devices
 
 ALIGNMENT = 128
