@@ -17,6 +17,7 @@ from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.errors import DataError, ProgramError
+from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import path_name
 
 CLOSED_OVER = "Arrays that a function closes over"
@@ -61,7 +62,7 @@ def _check_fits(leaf: object, path: tuple[Any, ...], what: str) -> None:
 
 def _problem(leaf: jax.Array, here: Sequence[Device]) -> str:
     """Where an array is that may not be there; empty if it may."""
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return ""
     sharding: Any = leaf.sharding
     found = sharding.device_set

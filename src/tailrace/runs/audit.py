@@ -259,14 +259,14 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
 
 def _note_equal_orders(rows: list[Row], contents: list[np.ndarray], found: Audit) -> None:
     """Note where a pass has the order of the one before: a loader that is to shuffle does not."""
-    before: tuple[int, list[int]] | None = None
+    before: tuple[int | None, list[int]] = (None, [])
     alike: dict[int, list[int]] = {}
     for several in _passes(rows, contents):
         fit, epoch = several[0][0].fit, several[0][0].epoch
         order = [digest for row, digests in several for digest, _ in _of_row(row, digests)]
-        shared = min(len(order), len(before[1])) if before is not None else 0
+        shared = min(len(order), len(before[1]))
         # Data whose elements are all equal has no order; of one element nothing follows.
-        distinct = len(set(order[:shared])) > 1 and before is not None and before[0] == fit
+        distinct = len(set(order[:shared])) > 1 and before[0] == fit
         if distinct and order[:shared] == before[1][:shared]:
             alike.setdefault(fit, []).append(epoch)
         before = (fit, order)

@@ -85,11 +85,16 @@ def _norm_at_the_ends(wide: jax.Array) -> jax.Array:
     """The norm of values whose squares are too large or too small; of zeros; NaN if one is."""
     largest = jnp.max(_magnitude_bits(wide), initial=0)
     factor = _limits(wide).factor(lax.bitcast_convert_type(largest, wide.dtype))
-    scaled, limits, info = _scaled(wide, factor), _limits(wide), jnp.finfo(wide.dtype)
+    scaled, limits, info = _scaled(wide, factor), _limits(wide), _info(wide)
     found = jnp.sqrt(_total(scaled * scaled))
     small = jnp.rint(found / (limits.up * float(info.smallest_subnormal))).astype(largest.dtype)
     subnormal = (factor == limits.up) & (found < limits.up * float(info.tiny))
     return jnp.where(subnormal, lax.bitcast_convert_type(small, wide.dtype), found / factor)
+
+
+def _info(value: jax.Array) -> Any:
+    """What floats of this dtype can hold; NumPy's types say too little of it."""
+    return jnp.finfo(value.dtype)
 
 
 def _limits(wide: jax.Array) -> Limits:
@@ -104,7 +109,8 @@ def _bits(wide: jax.Array) -> jax.Array:
 def _magnitude_bits(wide: jax.Array) -> jax.Array:
     """Integers in the order of the magnitudes of floats; NaN is the largest."""
     bits = _bits(wide)
-    return bits & jnp.iinfo(bits.dtype).max
+    most: int = jnp.iinfo(bits.dtype).max
+    return bits & most
 
 
 def _ordered(bits: jax.Array) -> jax.Array:
@@ -115,7 +121,7 @@ def _ordered(bits: jax.Array) -> jax.Array:
 
 def _scaled(wide: jax.Array, factor: jax.Array) -> jax.Array:
     """Values times a power of two. A CPU takes subnormal numbers for zero: integers give theirs."""
-    info = jnp.finfo(wide.dtype)
+    info = _info(wide)
     size = _magnitude_bits(wide)
     up = _limits(wide).up
     unit = float(info.smallest_subnormal) * up
@@ -201,7 +207,7 @@ def _bins(flat: jax.Array) -> jax.Array:
         exponent = BIAS + 8 * flat.dtype.itemsize - 1 - lax.clz(unsigned).astype(jnp.int32)
         return jnp.where(unsigned == 0, ZERO_BIN, exponent)
     wide = _wide(flat)
-    info, bits = jnp.finfo(wide.dtype), _magnitude_bits(wide)
+    info, bits = _info(wide), _magnitude_bits(wide)
     exponent = bits >> info.nmant
     if info.bits == 64:  # exponents that float32 has not are counted at its ends
         exponent = jnp.clip(exponent - (info.maxexp - 1) + BIAS, SUBNORMAL, INF_BIN - 1)
@@ -245,7 +251,7 @@ def _ordinary(quick: jax.Array, lengths: jax.Array) -> jax.Array:
     proves that all values are finite; of rows with a small one, the extremes tell whether it is right.
     """
     squares, low, high, zeros = quick[:, 1], quick[:, 2], quick[:, 3], quick[:, 6]
-    limits, tiny = _limits(quick), float(jnp.finfo(quick.dtype).tiny)
+    limits, tiny = _limits(quick), float(_info(quick).tiny)
     size = jnp.maximum(jnp.abs(low), jnp.abs(high))
     # Subnormal numbers are equal to each other and to zero here, so their rows are not equal by that.
     right = (zeros == lengths.astype(zeros.dtype)) | ((low == high) & (size >= tiny))
@@ -511,9 +517,7 @@ def _wide(value: jax.Array) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         size = jnp.abs(value)
         # A finite number may have a magnitude that its format has not.
-        value = jnp.where(
-            jnp.isfinite(value), jnp.minimum(size, float(jnp.finfo(size.dtype).max)), size
-        )
+        value = jnp.where(jnp.isfinite(value), jnp.minimum(size, float(_info(size).max)), size)
     return value if value.dtype == jnp.float64 else value.astype(jnp.float32)
 
 

@@ -12,7 +12,7 @@ from tailrace.keras.settings.options import Settings
 
 def option_texts(model: keras.Model, settings: Settings) -> dict[str, str]:
     """Each option that may be another one when a fit is resumed, and then changes its steps."""
-    compiled: dict[str, Any] = model.get_compile_config() or {}
+    compiled: Any = model.get_compile_config() or {}
     options = settings.options
     numbers = (
         options.gradient_accumulation_reduction_method,
