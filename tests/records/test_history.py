@@ -17,7 +17,7 @@ from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
 from tailrace.records import columns
 from tailrace.records.columns import ValueFile
 from tailrace.records.history import History, split_emission
-from tailrace.trainer.callbacks.callback import Execution, notify
+from tailrace.trainer.callbacks.callback import Execution, Reported, notify
 from tailrace.trainer.fitting.progress_bar import ProgressBar
 
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 3, 2)  # [steps, microbatches, replicas]
@@ -134,7 +134,7 @@ def test_steps_are_passed_only_to_functions_that_take_them():
             calls.append("execution")
 
     execution = Execution(4, 2, {"loss": np.float32([0.5, 0.25])})
-    notify([Steps(), tr.Callback()], "trainer", execution)
+    notify([Steps(), tr.Callback()], "trainer", execution, Reported(4, 2))
     assert calls == [("trainer", 4, {"loss": 0.5}), ("trainer", 5, {"loss": 0.25}), "execution"]
 
 

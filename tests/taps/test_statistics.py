@@ -15,7 +15,7 @@ from plain_steps import exponents, statistics
 import tailrace as tr
 from tailrace.errors import NonFiniteError
 from tailrace.records.exponents import count_exponents
-from tailrace.records.merging import merge_statistics
+from tailrace.records.parts import merge_statistics
 from tailrace.taps import gpu_kernels
 from tailrace.taps.reductions import (
     NAN_BIN,

@@ -618,12 +618,12 @@ def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch, caplog):
 
     write, failed = orbax_files.write, []
 
-    def full(path, arrays, note):
+    def full(path, arrays, note, **options):
         if len(failed) < 2 and "step-0" not in path.name:
             failed.append(path)
             with orbax_files.sentence(path, "cannot be written"):
                 raise OSError(28, "No space left on device")
-        write(path, arrays, note)
+        write(path, arrays, note, **options)
 
     monkeypatch.setattr(orbax_files, "write", full)
     trainer = trainer_of()

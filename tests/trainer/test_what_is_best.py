@@ -115,9 +115,9 @@ def test_checkpoints_that_do_not_say_a_direction(tmp_path, caplog, monkeypatch):
     for name, mode, best in (("val_loss", "auto", -1e9), ("val_psnr", "max", 1e9)):
         folder, kept = tmp_path / name, name == "val_loss"
 
-        def as_before(path, arrays, note, best=best):
+        def as_before(path, arrays, note, best=best, **options):
             said = {k: v for k, v in note["fit"].items() if k != "watched"}
-            write(path, arrays, {**note, "fit": {**said, "best": best}})
+            write(path, arrays, {**note, "fit": {**said, "best": best}}, **options)
 
         monkeypatch.setattr(orbax_files, "write", as_before)
         with pytest.raises(Killed):

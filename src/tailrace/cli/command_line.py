@@ -21,7 +21,6 @@ from tailrace.cli.parsers import Subparsers, joined
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
-from tailrace.data.paths import in_words
 from tailrace.devices.processes.launch import add_parser as launch
 from tailrace.errors import DataError, OptionError, TailraceError
 
@@ -57,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # What is left would be written when Python ends, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
+        from tailrace.data.paths import in_words  # loads NumPy, which help does without
+
         # Of a file that a command reads; what it writes says so itself.
         named = f"{error.filename!r:.200}: " if error.filename else ""
         print(f"tailrace {parsed.command}: {named}{in_words(error, reading=True)}", file=sys.stderr)

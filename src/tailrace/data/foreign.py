@@ -90,7 +90,7 @@ def _torch_element(element: Tree) -> Tree:
 
 
 class KerasPyDataset(Dataset):
-    """A `PyDataset` of Keras: read by index, and told when an epoch begins and ends."""
+    """A `PyDataset` of Keras: read by index, with its calls at the start and the end of an epoch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = self.origin = dataset

@@ -206,7 +206,7 @@ class InfeedQueue(Feed):
 
     @property
     def continues(self) -> bool:
-        """Whether another pass would continue where this one stopped: what was read ahead is kept."""
+        """Whether another pass would continue where this one stopped, with what was read ahead."""
         return as_dataset(self.dataset).continues
 
     def get_state(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
-from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint, monitor_of
 from tailrace.trainer.checks import check_fingerprint
 
 ASSET = "tailrace.json"
@@ -245,7 +245,7 @@ class Adopted(Setters, Assigning, LookingBack):
             return backups_of(call, self.kept_fits, per_step)
         checkpoint = as_checkpoint(checkpoint)
         validates = call["validation_data"] is not None or bool(call["validation_split"])
-        if (monitor := checkpoint.monitor()) is not None:
+        if (monitor := monitor_of(checkpoint)) is not None:
             monitor.check_validates("tr.Checkpoint", "best", validates)
         kept = Keeping(checkpoint, self.kept_fits)
         if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
@@ -413,9 +413,8 @@ class Adopted(Setters, Assigning, LookingBack):
         with around:
             self.active = program
             # Outside of fit (`train_on_batch`) an execution is one batch.
-            program.pacing = running or Pacing(
-                program.per_step, replicas=program.replicas, of_fit=False
-            )
+            alone = Pacing(program.per_step, replicas=program.replicas, of_fit=False)
+            program.pacing = running or alone
             try:
                 if running is None and program.per_step > 1:
                     raise ProgramError(_SINGLE.format(program.per_step))

@@ -231,8 +231,10 @@ class Run:
 
     @property
     def interventions(self) -> list[dict[str, Any]]:
-        """Where training went back: `kind` ("rewind", or "restore" for `trainer.restore` and a best
-        state), `step` and `reason` of each."""
+        """Where training went back, with `kind`, `step` and `reason` of each.
+
+        The kind is "rewind", or "restore" for `trainer.restore` and a best state.
+        """
         return read_interventions(self.directory)
 
     @property

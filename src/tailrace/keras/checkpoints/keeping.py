@@ -36,7 +36,7 @@ from tailrace.keras.programs.train import Training
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.callback_matching import states_of
-from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint, monitor_of
 from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.directory import Kept
 from tailrace.trainer.checkpoints.saving import run_end_of
@@ -115,7 +115,7 @@ class Keeping:
     ) -> None:
         self.interrupts, self.backup = Interrupts(), backup
         self._writer = CheckpointWriter(checkpoint, number)
-        self._monitor = checkpoint.monitor()
+        self._monitor = monitor_of(checkpoint)
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
         self._run_end: Mapping[str, Any] | None = None

@@ -59,20 +59,6 @@ class Resumed:
     after: Callable[[], None] | None
 
 
-_OF_A_CALL = (
-    "pacing",
-    "latest",
-    "_latest_count",
-    "_batches",
-    "_tickets",
-    "begun",
-    "taken",
-    "exhausted",
-    "_resumed",
-)
-"""The attributes that belong to one call of fit, evaluate or predict."""
-
-
 class Executions(ABC):
     """Takes batches from Keras' iterator and runs them, one execution per call.
 
@@ -223,7 +209,8 @@ class Executions(ABC):
                 f"in the middle of an execution. Call it in on_epoch_end, or leave out what moves "
                 f"callbacks into executions: asynchronous_callbacks, or async_safe of the callback."
             )
-        kept = {name: getattr(self, name) for name in _OF_A_CALL}
+        of_a_call = ("pacing", "latest", "_latest_count", "_batches", "_tickets", "begun", "taken")
+        kept = {name: getattr(self, name) for name in (*of_a_call, "exhausted", "_resumed")}
         self._batches, self._resumed, self._tickets = None, None, deque()
         self.begun, self.taken, self.exhausted = 0, 0, False
         self.nested += 1

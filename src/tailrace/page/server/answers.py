@@ -29,7 +29,7 @@ MOST_MATCHES, MOST_ROWS = 300, 1000
 """The most tensors of a catalogue, and rows of a heat map, per answer."""
 
 MOST_RUNS = 32
-"""The most runs per answer: more curves than that cannot be told apart."""
+"""The most runs per answer: more curves than that look alike."""
 
 MOST_NUMBER = 10**15
 """The largest step, stage or microbatch to ask for."""

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.records.merging import merge_statistics
-from tailrace.records.parts import Part
+from tailrace.records.parts import Part, merge_statistics
 from tailrace.records.sinks import Finished
 
 MOST_BYTES = 1 << 25

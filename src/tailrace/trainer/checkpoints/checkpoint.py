@@ -52,21 +52,7 @@ class Checkpoint:
             object.__setattr__(self, "every", every)
         keep = check_count("keep", self.keep, at_least=1, error=OptionError)
         object.__setattr__(self, "keep", keep)
-        self.monitor()  # refused here, before there is a fit
-
-    def monitor(self) -> Monitor | None:
-        """What watches the value of `best=`; None without one."""
-        if self.best is None:
-            if self.mode != "auto":
-                raise OptionError(
-                    f"mode= of tr.Checkpoint says what is best of the value of best=. Received: "
-                    f"mode={self.mode!r} without best=. Give best= too, or leave mode= out."
-                )
-            return None
-        try:
-            return Monitor(self.best, self.mode)
-        except OptionError as error:
-            raise OptionError(f"best= of tr.Checkpoint: {error}") from None
+        monitor_of(self)  # refused here, before there is a fit
 
     @property
     def seconds(self) -> float | None:
@@ -85,3 +71,19 @@ class Checkpoint:
 def as_checkpoint(given: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
     """Parse the value of `fit(checkpoint=)`."""
     return given if isinstance(given, Checkpoint) else Checkpoint(given)
+
+
+def monitor_of(checkpoint: Checkpoint) -> Monitor | None:
+    """What watches the value of `best=`; None without one."""
+    best, mode = checkpoint.best, checkpoint.mode
+    if best is None:
+        if mode != "auto":
+            raise OptionError(
+                f"mode= of tr.Checkpoint says what is best of the value of best=. Received: "
+                f"mode={mode!r} without best=. Give best= too, or leave mode= out."
+            )
+        return None
+    try:
+        return Monitor(best, mode)
+    except OptionError as error:
+        raise OptionError(f"best= of tr.Checkpoint: {error}") from None

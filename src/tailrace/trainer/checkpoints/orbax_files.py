@@ -124,7 +124,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any], *, replace: bool 
 
 
 def _description(arrays: Arrays, note: Mapping[str, Any], long: list[str]) -> dict[str, Any]:
-    """What stands beside the arrays: our note, their forms and checksums, and its own checksum."""
+    """What is saved beside the arrays: our note, their forms and checksums, and its own checksum."""
     forms = {
         name: [list(array.shape), str(array.dtype), checksum(array)]
         for name, array in arrays.items()

@@ -22,7 +22,7 @@ from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.callback_matching import classes_of, states_of
-from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint, monitor_of
 from tailrace.trainer.checkpoints.passes import Passes
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
@@ -132,7 +132,7 @@ class Saving:
     ) -> None:
         self._engine, self._duration = engine, duration
         self._writer = CheckpointWriter(checkpoint, number)
-        self.monitor = checkpoint.monitor()
+        self.monitor = monitor_of(checkpoint)
         self._fit: FitParts | None = None
         self._element = ""
 
