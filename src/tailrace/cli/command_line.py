@@ -281,6 +281,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
         except OSError as error:
+            from tailrace.data.paths import in_words
+
             raise OptionError(f"{arguments.svg!r} cannot be written: {in_words(error)}") from error
         print(f"Saved {arguments.svg}")
     return 0
