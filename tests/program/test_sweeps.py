@@ -12,6 +12,7 @@ from jax import lax
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.jaxprs.free_numbers import free_numbers
+from tailrace.jaxprs.value_graph import ValueGraph
 
 pytestmark = pytest.mark.usefixtures("_promotion")
 ROWS = np.random.default_rng(0).normal(size=(16, 8, 3)).astype(np.float32)
@@ -208,7 +209,7 @@ BOUND = [
 @pytest.mark.parametrize("function", [*FREE, *BOUND], ids=lambda f: f.__name__)
 def test_which_numbers_are_free(function):
     x = jnp.ones((4, 3))
-    found = free_numbers(jax.make_jaxpr(function)(x, x).jaxpr.eqns, on_cpu=True)
+    found = free_numbers(ValueGraph(jax.make_jaxpr(function)(x, x).jaxpr.eqns), on_cpu=True)
     assert [float(value) for value in found.values] == pytest.approx([L] * (function in FREE))
 
 
@@ -218,9 +219,9 @@ def test_on_an_accelerator_a_matrix_product_takes_a_factor_of_its_own():
         once = jax.make_jaxpr(lambda x: L * (x @ x))(x).jaxpr.eqns
         twice = jax.make_jaxpr(lambda x: (L * (x @ x), (x @ x).sum()))(x).jaxpr.eqns
         both = jax.make_jaxpr(lambda x: [L * (p := x @ x), p.sum()])(x).jaxpr.eqns
-        assert len(free_numbers(once, on_cpu).values) == on_cpu
-        assert len(free_numbers(twice, on_cpu).values) == on_cpu
-        assert len(free_numbers(both, on_cpu).values) == 1
+        assert len(free_numbers(ValueGraph(once), on_cpu).values) == on_cpu
+        assert len(free_numbers(ValueGraph(twice), on_cpu).values) == on_cpu
+        assert len(free_numbers(ValueGraph(both), on_cpu).values) == 1
 
 
 def test_a_number_of_one_line_is_one_argument():
@@ -228,5 +229,5 @@ def test_a_number_of_one_line_is_one_argument():
         return jnp.tanh(x) * L
 
     eqns = jax.make_jaxpr(lambda x: layer(layer(layer(x))).sum())(jnp.ones(3)).jaxpr.eqns
-    found = free_numbers(eqns, on_cpu=True)
+    found = free_numbers(ValueGraph(eqns), on_cpu=True)
     assert (len(found.values), len(found.places)) == (1, 3)

@@ -56,13 +56,13 @@ class FreeNumbers:
     around: frozenset[int] = frozenset()
 
 
-def free_numbers(equations: Sequence[JaxprEqn], on_cpu: bool) -> FreeNumbers:
-    """Find the literals of these equations that can be arguments."""
+def free_numbers(graph: ValueGraph, on_cpu: bool) -> FreeNumbers:
+    """Find the literals of a program that can be arguments."""
     judge = _Judge(on_cpu)
-    opened = _opened(equations)
+    opened = _opened(graph.equations)
     bound: set[int] = set()
     free: dict[int, Value] = {}
-    for value in ValueGraph(equations).literals:
+    for value in graph.literals:
         mark = id(value.literal)
         allowed = _can_differ(value) and all(eqn in opened for eqn in value.around or ())
         if allowed and judge.is_free(value):

@@ -40,6 +40,7 @@ class Value:
 
     Attributes:
         shape: its shape.
+        dtype: its dtype; None for what has none.
         made_by: the operation that computes it; None for an argument.
         literal: the literal, if it is one.
         constant: whether it is known at compile time.
@@ -49,6 +50,7 @@ class Value:
     """
 
     shape: tuple[int, ...] = ()
+    dtype: Any = None
     made_by: Operation | None = None
     literal: Literal | None = None
     constant: bool = False
@@ -93,11 +95,15 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """A node of the graph: the name, inputs and results of an equation."""
+    """A node of the graph: the name, inputs and results of an equation, and its position.
+
+    What enters a loop or a branch is the result of a pseudo-operation without position.
+    """
 
     name: str
     inputs: list[Value]
     results: list[Value] = dataclasses.field(default_factory=list)
+    position: Position | None = None
 
     # Found once: asked again for each use, a chain of squares (x = x * x) takes twice as long for each.
     @functools.cached_property
@@ -118,25 +124,35 @@ class Operation:
 class ValueGraph(Visitor[Value, Around]):
     """The values of a program.
 
+    Args:
+        equations: the equations of the program.
+        first: the index of the first one in it.
+
     Attributes:
+        equations: the equations of the program.
         literals: every use of a literal, as a value.
+        operations: the operations, in execution order.
     """
 
-    def __init__(self, equations: Sequence[JaxprEqn]) -> None:
+    def __init__(self, equations: Sequence[JaxprEqn], first: int = 0) -> None:
+        self.equations = equations
         self.literals: list[Value] = []
-        self.run_equations(equations, _Arguments(), ())
+        self.operations: list[Operation] = []
+        self.run_equations(equations, _Arguments(), (), first=first)
 
     def constant(self, value: Any, var: Atom) -> Value:
         """A literal, or a constant of an inner program."""
         literal = var if isinstance(var, Literal) else None
-        return Value(_shape(var), literal=literal, constant=True)
+        return Value(_shape(var), _dtype(var), literal=literal, constant=True)
 
     def plain(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
         """One operation; marks are transparent."""
         self._note(eqn, inputs, around)
-        return inputs if is_mark(eqn) else self._made(eqn.primitive.name, inputs, eqn.outvars)
+        if is_mark(eqn):
+            return inputs
+        return self._made(eqn.primitive.name, inputs, eqn.outvars, here)
 
     def call(self, call: Call, inputs: list[Value], around: Around, here: Position) -> list[Value]:
         """The contents of the call, inlined."""
@@ -153,7 +169,7 @@ class ValueGraph(Visitor[Value, Around]):
         entering = self._made(kind, inputs, scan.body.jaxpr.invars)[len(consts) :]
         inside = (*around, id(scan.eqn))
         results = self.run_inner(scan.body, [*consts, *entering], inside, here)
-        return self._made(kind, results, scan.eqn.outvars)
+        return self._made(kind, results, scan.eqn.outvars, here)
 
     def while_loop(
         self, loop: While, inputs: list[Value], around: Around, here: Position
@@ -174,13 +190,22 @@ class ValueGraph(Visitor[Value, Around]):
         for inner in found.inside:
             entering = self._made(UNKNOWN, inputs, inner.jaxpr.invars)
             self._made(UNKNOWN, self.run_inner(inner, entering, (*around, 0), here), ())
-        return self._made(UNKNOWN, inputs, found.eqn.outvars)
+        return self._made(UNKNOWN, inputs, found.eqn.outvars, here)
 
-    def _made(self, name: str, inputs: list[Value], outvars: Sequence[Atom]) -> list[Value]:
+    def _made(
+        self,
+        name: str,
+        inputs: list[Value],
+        outvars: Sequence[Atom],
+        here: Position | None = None,
+    ) -> list[Value]:
         # A result counts as constant only if it is a copy of one; `free_numbers` handles folding.
-        operation = Operation(name, inputs)
+        operation = Operation(name, inputs, position=here)
+        self.operations.append(operation)
         known = operation.kept is not None and operation.kept.constant
-        operation.results = [Value(_shape(var), operation, constant=known) for var in outvars]
+        operation.results = [
+            Value(_shape(var), _dtype(var), operation, constant=known) for var in outvars
+        ]
         for index, value in enumerate(inputs):
             value.users.append((operation, index))
         return operation.results
@@ -197,7 +222,7 @@ class _Arguments(dict[Var, Value]):
     """The values of variables; a variable that no equation defined is an argument."""
 
     def __missing__(self, var: Var) -> Value:
-        value = self[var] = Value(_shape(var))
+        value = self[var] = Value(_shape(var), _dtype(var))
         return value
 
 
@@ -215,3 +240,7 @@ def _float(literal: Literal) -> float:
 
 def _shape(var: Atom) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
+
+
+def _dtype(var: Atom) -> Any:
+    return getattr(var.aval, "dtype", None)

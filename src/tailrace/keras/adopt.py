@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from tailrace.keras.model import ASSET, Adopted
 from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Options, Settings
+from tailrace.program.compiling.build import DEFAULT, Build, Option
 
 scopes = Scopes("tailrace_strategies")
 """The open scopes of strategies, each with a function that adopts models created in it."""
@@ -56,7 +57,13 @@ _ADDED = (
 )
 
 
-def adopt(model: keras.Model, replicas: int = 1) -> Any:
+def adopt(
+    model: keras.Model,
+    replicas: int = 1,
+    *,
+    rewrites: Mapping[str, bool] | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
+) -> Any:
     """Give a Keras model Tailrace's trainer; returns the same model.
 
     Its class, layers, weights, name and compile arguments do not change. `fit`, `evaluate` and
@@ -65,9 +72,11 @@ def adopt(model: keras.Model, replicas: int = 1) -> Any:
     Args:
         model: a Sequential, Functional or subclassed model, built or not.
         replicas: the number of copies that train in parallel, each on different batches.
+        rewrites: rewrites of its programs to switch off, such as `{"boundaries": False}`.
+        compiler_options: options of XLA's compiler for its programs, by their names in `XLA_FLAGS`.
 
     Raises:
-        OptionError: it is not a Keras model.
+        OptionError: it is not a Keras model, or there is no such rewrite or option.
 
     Example:
         >>> import tailrace.keras as tk, keras, numpy as np
@@ -83,11 +92,12 @@ def adopt(model: keras.Model, replicas: int = 1) -> Any:
             f"tk.adopt takes a Keras model: Sequential, Functional or a subclass of keras.Model. "
             f"Received: {type(model).__name__}."
         )
+    build = Build.of(rewrites, compiler_options)
     adopted = attached(model)
     if adopted is None:
-        take_over(model, replicas)
+        take_over(model, replicas, build=build)
     else:
-        adopted.settings.replicas = replicas
+        adopted.settings.replicas, adopted.settings.build = replicas, build
         # Programs are traced for a number of replicas.
         adopted.forget_programs()
     return model
@@ -119,9 +129,15 @@ def of(model: keras.Model) -> Adopted:
     return adopted
 
 
-def take_over(model: keras.Model, replicas: int, kind: type[Settings] = Settings) -> Settings:
+def take_over(
+    model: keras.Model,
+    replicas: int,
+    kind: type[Settings] = Settings,
+    build: Build = DEFAULT,
+) -> Settings:
     """Let a model train on the engine; returns its settings."""
     settings = kind(model, replicas)
+    settings.build = build
     adopted = Adopted(model, settings)
     attach(model, adopted)
     adopted.forget_programs()

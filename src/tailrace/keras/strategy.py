@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from tailrace.errors import OptionError
 from tailrace.keras.adopt import scopes, take_over
 from tailrace.keras.custom_loops.device_functions import DeviceFunctions
 from tailrace.keras.pipelines.stage_scope import in_scope
+from tailrace.program.compiling.build import Build, Option
 
 
 class Strategy:
@@ -20,6 +21,12 @@ class Strategy:
 
     Args:
         replicas: the number of copies of a model that train in parallel. None: one per device.
+        rewrites: rewrites of the programs to switch off, such as `{"boundaries": False}`.
+        compiler_options: options of XLA's compiler for the programs of its models and functions, by
+            their names in `XLA_FLAGS`.
+
+    Raises:
+        OptionError: there is no such rewrite or option, or fewer devices than replicas.
 
     Example:
         >>> import tailrace.keras as tk, keras
@@ -29,9 +36,16 @@ class Strategy:
         True
     """
 
-    def __init__(self, replicas: int | None = 1) -> None:
+    def __init__(
+        self,
+        replicas: int | None = 1,
+        *,
+        rewrites: Mapping[str, bool] | None = None,
+        compiler_options: Mapping[str, Option] | None = None,
+    ) -> None:
         self.replicas = resolve_replicas(replicas)
-        self._functions = DeviceFunctions(self.replicas)
+        self._build = Build.of(rewrites, compiler_options)
+        self._functions = DeviceFunctions(self.replicas, self._build)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -50,7 +64,7 @@ class Strategy:
 
     def adopt(self, model: keras.Model) -> None:
         """Give a model created in the scope Tailrace's trainer."""
-        take_over(model, self.replicas)
+        take_over(model, self.replicas, build=self._build)
 
     def run(
         self,

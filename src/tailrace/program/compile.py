@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from tailrace.jaxprs.array_trees import types_of
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
+from tailrace.program.compiling.build import DEFAULT, Build, Option
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.device_program import STEPS, Piece, SegmentProgram
 from tailrace.program.running.dispatch_lengths import piece_within
@@ -45,6 +46,8 @@ def compile(
     seed: int = 0,
     observe: Observe = (),
     observe_bytes: int = MOST_BYTES,
+    rewrites: Mapping[str, bool] | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> Program:
     """Compile `function` to a device program.
 
@@ -62,6 +65,8 @@ def compile(
             records of the latest call. An iteration of an outermost loop counts as a step.
         observe_bytes: the most bytes that the records of one loop may take (1 GiB if not given); more
             is refused before it runs.
+        rewrites: rewrites to switch off, such as `{"boundaries": False}`.
+        compiler_options: options of XLA's compiler for this program, by their names in `XLA_FLAGS`.
 
     Raises:
         OptionError: an argument has an invalid value.
@@ -85,6 +90,7 @@ def compile(
         seed=check_seed(seed),
         taps=taps,
         observe_bytes=observe_bytes,
+        build=Build.of(rewrites, compiler_options),
     )
 
 
@@ -114,13 +120,14 @@ class Program:
         seed: int,
         taps: Sequence[AnyTap] = (),
         observe_bytes: int = MOST_BYTES,
+        build: Build = DEFAULT,
     ) -> None:
         if not callable(function):
             raise ProgramError(
                 f"tr.compile takes a function of arrays. Received: {type(function).__name__}."
             )
         self._function, self._seed, self.taps = function, seed, list(taps)
-        self._observe_bytes = observe_bytes
+        self._observe_bytes, self._build = observe_bytes, build
         self.records = Records()
         self.placement = Placement(replicas)
         self.executions = 0
@@ -243,7 +250,7 @@ class Program:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:
                 check_in_step(traced)
-            version = _Version(traced, self.placement, self.taps)
+            version = _Version(traced, self.placement, self.taps, self._build)
             version.check_records(self._observe_bytes)
             self._versions[key] = version
         return self._versions[key]
@@ -252,8 +259,10 @@ class Program:
 class _Version:
     """A program for arguments of given shapes: its segments and their executables."""
 
-    def __init__(self, traced: Traced, placement: Placement, taps: Sequence[AnyTap]) -> None:
-        self.traced, self._placement = traced, placement
+    def __init__(
+        self, traced: Traced, placement: Placement, taps: Sequence[AnyTap], build: Build
+    ) -> None:
+        self.traced, self._placement, self._build = traced, placement, build
         named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
         with names_listed_by("program.records.names, after a call with observe='*'"):
             self.sight = look(traced, taps, named)
@@ -277,7 +286,8 @@ class _Version:
         """The executable of a segment; a loop has one of fixed length and one of dynamic length."""
         key = (segment.first, length, period, counted)
         if key not in self._executables:
-            piece = Piece(segment, self._placement, length, counted, self.sight.wanted, period)
+            wanted, build = self.sight.wanted, self._build
+            piece = Piece(segment, self._placement, length, counted, wanted, period, build=build)
             self._executables[key] = Executable(SegmentProgram(piece))
         return self._executables[key]
 

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from tailrace.records.record import Record
-from tailrace.taps.reductions import LIMITS, STATS, row_lengths
+from tailrace.taps.float_bits import LIMITS
+from tailrace.taps.reductions import STATS, row_lengths
 from tailrace.taps.tap import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax import lax
 from tailrace.devices import devices
 from tailrace.feeds.background import Worker
 from tailrace.messages import note_once
+from tailrace.taps.float_bits import LIMITS
 
 COLUMNS = 8
 """Numbers per row: sums of values and of squares, min, max, counts of NaN, Inf and 0, and the shift."""
@@ -54,40 +55,6 @@ SPREAD = 0.125
 
 Below it they lose more than 3 of their 24 bits, and the row is read again."""
 
-
-class Limits(NamedTuple):
-    """From where on the squares of numbers leave the range of their format, and what brings them back.
-
-    Attributes:
-        small: below it, differences of neighbours have no square.
-        large: from there on, sums of squares may be infinite.
-        up: brings small values into the middle of the range; a power of two, so nothing is rounded.
-        down: the same for large ones.
-        tiny: a sum of squares from which it has lost no digits.
-        norm: the same for sums of any number of squares.
-    """
-
-    small: float
-    large: float
-    up: float
-    down: float
-    tiny: float
-    norm: float
-
-    def factor(self, size: jax.Array) -> jax.Array:
-        """What rows are multiplied by whose largest magnitude is `size`."""
-        one = jnp.where(size < self.small, self.up, 1.0)
-        return jnp.where(size >= self.large, self.down, one).astype(size.dtype)
-
-
-LIMITS = {
-    4: Limits(2.0**-40, 2.0**40, 2.0**86, 2.0**-80, 2.0**-90, 2.0**-60),
-    8: Limits(2.0**-300, 2.0**300, 2.0**600, 2.0**-600, 2.0**-700, 2.0**-600),
-}
-"""By the bytes of a number: float32 and float64.
-
-Sums of scaled rows leave the device as they are. A *negative* sum of squares says that they are scaled,
-and the extremes of the row by which factor: ordinary rows need no column for that."""
 
 WIDTH = 4096
 """Values per row of a histogram, whose counts must fit into 16 bits, and of a test for finiteness."""

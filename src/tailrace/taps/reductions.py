@@ -19,7 +19,15 @@ from jax import lax
 
 from tailrace.devices import devices
 from tailrace.taps import gpu_kernels
-from tailrace.taps.gpu_kernels import LIMITS, Limits
+from tailrace.taps.float_bits import (
+    as_wide,
+    bits_of,
+    info_of,
+    limits_of,
+    magnitude_bits,
+    ordered_bits,
+    scaled_by,
+)
 
 ROW = 1024
 """Values per row of the packed array on a CPU: short rows suit its caches."""
@@ -72,61 +80,24 @@ def norm(value: jax.Array) -> jax.Array:
     """The Euclidean norm of all values, computed in float32."""
     if jnp.iscomplexobj(value):
         value = jnp.stack([value.real, value.imag])
-    wide = _wide(value)
+    wide = as_wide(value)
     # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
     total = _total(wide * wide)
     if devices.platform() != "cpu":  # a branch would stop a device until the host has chosen it
         return jnp.sqrt(_unfinished(total))
-    fine = (total < jnp.inf) & (total >= _limits(wide).norm)
+    fine = (total < jnp.inf) & (total >= limits_of(wide).norm)
     return lax.cond(fine, lambda: jnp.sqrt(total), lambda: _norm_at_the_ends(wide))
 
 
 def _norm_at_the_ends(wide: jax.Array) -> jax.Array:
     """The norm of values whose squares are too large or too small; of zeros; NaN if one is."""
-    largest = jnp.max(_magnitude_bits(wide), initial=0)
-    factor = _limits(wide).factor(lax.bitcast_convert_type(largest, wide.dtype))
-    scaled, limits, info = _scaled(wide, factor), _limits(wide), _info(wide)
+    largest = jnp.max(magnitude_bits(wide), initial=0)
+    factor = limits_of(wide).factor(lax.bitcast_convert_type(largest, wide.dtype))
+    scaled, limits, info = scaled_by(wide, factor), limits_of(wide), info_of(wide)
     found = jnp.sqrt(_total(scaled * scaled))
     small = jnp.rint(found / (limits.up * float(info.smallest_subnormal))).astype(largest.dtype)
     subnormal = (factor == limits.up) & (found < limits.up * float(info.tiny))
     return jnp.where(subnormal, lax.bitcast_convert_type(small, wide.dtype), found / factor)
-
-
-def _info(value: jax.Array) -> Any:
-    """What floats of this dtype can hold; NumPy's types say too little of it."""
-    return jnp.finfo(value.dtype)
-
-
-def _limits(wide: jax.Array) -> Limits:
-    return LIMITS[wide.dtype.itemsize]
-
-
-def _bits(wide: jax.Array) -> jax.Array:
-    """The bits of floats as integers: comparisons of those know subnormal numbers, also on a CPU."""
-    return lax.bitcast_convert_type(wide, jnp.int32 if wide.dtype.itemsize == 4 else jnp.int64)
-
-
-def _magnitude_bits(wide: jax.Array) -> jax.Array:
-    """Integers in the order of the magnitudes of floats; NaN is the largest."""
-    bits = _bits(wide)
-    most: int = jnp.iinfo(bits.dtype).max
-    return bits & most
-
-
-def _ordered(bits: jax.Array) -> jax.Array:
-    """Integers in the order of the floats that have these bits; its own inverse."""
-    most = jnp.iinfo(bits.dtype)
-    return bits ^ ((bits >> (most.bits - 1)) & most.max)
-
-
-def _scaled(wide: jax.Array, factor: jax.Array) -> jax.Array:
-    """Values times a power of two. A CPU takes subnormal numbers for zero: integers give theirs."""
-    info = _info(wide)
-    size = _magnitude_bits(wide)
-    up = _limits(wide).up
-    unit = float(info.smallest_subnormal) * up
-    small = jnp.where(_bits(wide) < 0, -unit, unit).astype(wide.dtype) * size.astype(wide.dtype)
-    return jnp.where((size < 1 << info.nmant) & (factor == up), small, wide * factor)
 
 
 def all_finite(values: Sequence[jax.Array]) -> jax.Array:
@@ -136,14 +107,14 @@ def all_finite(values: Sequence[jax.Array]) -> jax.Array:
     on a CPU as a matrix product, which its libraries do best.
     """
     if devices.platform() == "cpu":
-        zero = sum(_zero_or_nan(jnp.ravel(_wide(value))) for value in values)
+        zero = sum(_zero_or_nan(jnp.ravel(as_wide(value))) for value in values)
     else:
         parts: list[jax.Array] = []
         for _, flats, whole in _alike(values, gpu_kernels.FINITENESS):
             if whole:
                 parts.append(gpu_kernels.row_zeros(flats))
                 continue
-            zeros = _wide(flats[0]) * 0
+            zeros = as_wide(flats[0]) * 0
             # One kernel for all small ones; a large one, concatenated, would be read unaligned. XLA
             # sums that where it computes the tensor.
             parts.append(zeros if zeros.size < LARGE else zeros.sum(keepdims=True))
@@ -206,8 +177,8 @@ def _bins(flat: jax.Array) -> jax.Array:
         unsigned = jnp.abs(flat).astype(jnp.dtype(f"uint{8 * flat.dtype.itemsize}"))
         exponent = BIAS + 8 * flat.dtype.itemsize - 1 - lax.clz(unsigned).astype(jnp.int32)
         return jnp.where(unsigned == 0, ZERO_BIN, exponent)
-    wide = _wide(flat)
-    info, bits = _info(wide), _magnitude_bits(wide)
+    wide = as_wide(flat)
+    info, bits = info_of(wide), magnitude_bits(wide)
     exponent = bits >> info.nmant
     if info.bits == 64:  # exponents that float32 has not are counted at its ends
         exponent = jnp.clip(exponent - (info.maxexp - 1) + BIAS, SUBNORMAL, INF_BIN - 1)
@@ -251,7 +222,7 @@ def _ordinary(quick: jax.Array, lengths: jax.Array) -> jax.Array:
     proves that all values are finite; of rows with a small one, the extremes tell whether it is right.
     """
     squares, low, high, zeros = quick[:, 1], quick[:, 2], quick[:, 3], quick[:, 6]
-    limits, tiny = _limits(quick), float(_info(quick).tiny)
+    limits, tiny = limits_of(quick), float(info_of(quick).tiny)
     size = jnp.maximum(jnp.abs(low), jnp.abs(high))
     # Subnormal numbers are equal to each other and to zero here, so their rows are not equal by that.
     right = (zeros == lengths.astype(zeros.dtype)) | ((low == high) & (size >= tiny))
@@ -282,7 +253,7 @@ def _joined(values: Sequence[jax.Array]) -> list[jax.Array]:
             found.append(
                 list(gpu_kernels.row_statistics(flats, LONG_ROW).T)
                 if whole
-                else _row_statistics(_wide(flats[0][: large * LONG_ROW]), own[:large])
+                else _row_statistics(as_wide(flats[0][: large * LONG_ROW]), own[:large])
             )
         if large < len(own):  # a tensor without a kernel is a group of its own
             order[group[0]].append((0, len(counts[0]), len(own) - large))
@@ -366,7 +337,7 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     low, high = jnp.where(sizes > 0, low, jnp.inf), jnp.where(sizes > 0, high, -jnp.inf)
     least, most = low.min(axis=1), high.max(axis=1)
     # In the scale of the group: products of its sums are then finite, and those of small rows vanish.
-    factor = _limits(total).factor(_size(least, most))[:, None]
+    factor = limits_of(total).factor(_size(least, most))[:, None]
     ratio = factor / _factors(squares, low, high)
     total, squares, shift = total * ratio, jnp.abs(squares) * ratio * ratio, shift * factor
     # A row may have no finite value at all: its sums are 0 then, and must not become NaN.
@@ -398,7 +369,7 @@ def _size(low: jax.Array, high: jax.Array) -> jax.Array:
 
 def _factors(squares: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """What rows were multiplied by."""
-    limits = _limits(squares)
+    limits = limits_of(squares)
     scaled = jnp.where(_size(low, high) < 1, limits.up, limits.down)
     return jnp.where(squares < 0, scaled, 1.0).astype(squares.dtype)
 
@@ -423,7 +394,7 @@ def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> j
 
 def _zeros(rows: jax.Array, lengths: jax.Array) -> jax.Array:
     """The number of zeros in each row, without its padding; subnormal numbers are not zero."""
-    size = _magnitude_bits(rows)
+    size = magnitude_bits(rows)
     # Not size == 0: LLVM would compare floats instead, and a CPU that takes subnormal numbers for zero.
     most = jnp.iinfo(size.dtype)
     other = lax.shift_right_logical(size + most.max, jnp.full_like(size, most.bits - 1))
@@ -433,16 +404,16 @@ def _zeros(rows: jax.Array, lengths: jax.Array) -> jax.Array:
 def exact_statistics(rows: jax.Array, lengths: jax.Array) -> jax.Array:
     """Statistics of rows of any values, over the whole range of their format; on a CPU."""
     finite = jnp.isfinite(rows)
-    order, far = _ordered(_bits(rows)), _bits(jnp.asarray(jnp.inf, rows.dtype))
+    order, far = ordered_bits(bits_of(rows)), bits_of(jnp.asarray(jnp.inf, rows.dtype))
     low = jnp.where(finite, order, far).min(axis=1, keepdims=True)
-    high = jnp.where(finite, order, _ordered(_bits(jnp.asarray(-jnp.inf, rows.dtype)))).max(
+    high = jnp.where(finite, order, ordered_bits(bits_of(jnp.asarray(-jnp.inf, rows.dtype)))).max(
         axis=1, keepdims=True
     )
-    low, high = (lax.bitcast_convert_type(_ordered(end), rows.dtype) for end in (low, high))
+    low, high = (lax.bitcast_convert_type(ordered_bits(end), rows.dtype) for end in (low, high))
     # A finite value of each row: the first, or the smallest; 0 if there is none.
     shift = jnp.where(finite[:, :1], rows[:, :1], jnp.where(jnp.isfinite(low), low, 0))
-    factor = _limits(rows).factor(_size(low, high))
-    moved = jnp.where(finite, _scaled(rows, factor) - _scaled(shift, factor), 0)
+    factor = limits_of(rows).factor(_size(low, high))
+    moved = jnp.where(finite, scaled_by(rows, factor) - scaled_by(shift, factor), 0)
     squares = (moved * moved).sum(axis=1)
     return jnp.stack(
         [
@@ -489,7 +460,7 @@ def _without_padding(found: jax.Array, lengths: jax.Array, dtype: Any) -> jax.Ar
 
 def padded_rows(value: jax.Array, width: int) -> jax.Array:
     """A tensor as rows of `width` values, as wide floats."""
-    flat = jnp.ravel(_wide(value))
+    flat = jnp.ravel(as_wide(value))
     missing = -flat.size % width
     if missing:
         # The last row is padded with its first value, which is neutral after the shift.
@@ -511,14 +482,6 @@ def row_lengths(size: int) -> np.ndarray:
 def _lengths(size: int, width: int) -> np.ndarray:
     whole, rest = divmod(size, width)
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
-
-
-def _wide(value: jax.Array) -> jax.Array:
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        size = jnp.abs(value)
-        # A finite number may have a magnitude that its format has not.
-        value = jnp.where(jnp.isfinite(value), jnp.minimum(size, float(_info(size).max)), size)
-    return value if value.dtype == jnp.float64 else value.astype(jnp.float32)
 
 
 class StatsKey(tuple[tuple[Hashable, int], ...]):

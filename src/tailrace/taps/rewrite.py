@@ -31,6 +31,7 @@ from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
+from tailrace.jaxprs.boundaries import Boundaries, bounded
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import Atom, JaxprEqn
@@ -64,6 +65,8 @@ class Rewriter(Visitor[Any, Frame]):
         replicas: the number of replicas.
         period: the outermost loop emits periodic values only in every `period`-th iteration.
         free: the literals that become arguments of the program.
+        bounds: the results that XLA must not fuse through.
+        fast_convolutions: whether convolutions are emitted in the form that is fastest on a CPU.
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
@@ -72,12 +75,15 @@ class Rewriter(Visitor[Any, Frame]):
     replicas: int = 1
     period: int = 1
     free: FreeNumbers = dataclasses.field(default_factory=FreeNumbers)
+    bounds: Boundaries = dataclasses.field(default_factory=dict)
+    fast_convolutions: bool = True
 
     def __post_init__(self) -> None:
         self.arguments: Sequence[Any] = ()
         """The arguments that replace the free literals in the emitted program."""
         # A look-up table: whether an equation contains a wanted one is asked for every equation.
         self._inside = by_surrounding(self.wanted)
+        self._around_bounds = by_surrounding(self.bounds)
         # On a CPU a value is read where it is.
         wants = (want for found in self.wanted.values() for want in found)
         self._narrows = devices.platform() != "cpu" and any(want.widens for want in wants)
@@ -107,8 +113,9 @@ class Rewriter(Visitor[Any, Frame]):
         return value if place is None else self.arguments[place]
 
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something inside the equation is wanted, ours, or an argument."""
-        return here in self._inside or id(eqn) in self.free.around or concerns_us(eqn)
+        """Whether something inside the equation is wanted, ours, an argument, or a boundary."""
+        wanted = here in self._inside or here in self._around_bounds
+        return wanted or id(eqn) in self.free.around or concerns_us(eqn)
 
     def made(
         self,
@@ -125,6 +132,9 @@ class Rewriter(Visitor[Any, Frame]):
         if self._narrows and is_widening(eqn):
             # With the value itself: an id is of an object only as long as that exists.
             around.widened[id(outputs[0])] = (outputs[0], inputs[0])
+        for index in self.bounds.get(here, ()):
+            outputs = list(outputs)
+            outputs[index] = bounded(outputs[index], around.ambient.first_step)
         for want in wants:
             if want.change is not None:
                 outputs = list(outputs)
@@ -138,7 +148,8 @@ class Rewriter(Visitor[Any, Frame]):
         """Emit the equation unchanged; on a CPU, a convolution in its fastest form."""
         # Asked of the devices that were chosen, not of JAX's default: a CPU program may run beside
         # a GPU.
-        room = convolutions if devices.platform() == "cpu" else internals
+        fast = self.fast_convolutions and devices.platform() == "cpu"
+        room = convolutions if fast else internals
         return room.bind_again(eqn, inputs)
 
     def opaque(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:

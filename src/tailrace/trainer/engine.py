@@ -33,6 +33,7 @@ from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.compiling.build import DEFAULT, Build
 from tailrace.program.memory.first_state import FirstState
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
@@ -85,6 +86,7 @@ class Engine:
         precision: the dtype of the loss function's computation.
         fingerprint: whether to compute fingerprints of executions.
         sentinel: the fraction of executions that run twice and are compared; None for none.
+        build: how its programs are rewritten and compiled.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Engine:
         precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,
         sentinel: float | None = None,
+        build: Build = DEFAULT,
     ) -> None:
         fingerprint = fingerprint or sentinel is not None
         # A sentinel's runs are compared by fingerprints. A rerun of past steps needs none of its own.
@@ -121,6 +124,7 @@ class Engine:
             loss_fn, optimizer, params, model_state, self.pipeline, accumulation
         )
         self.seed, self.step, self.optimizer = check_seed(seed), 0, optimizer
+        self.build = build
         self.taps = parse_taps(observe)
         self.guard = check_guards(self.taps)
         """The guards against values that are not finite, as one."""
@@ -185,7 +189,7 @@ class Engine:
         pipelined = self.pipeline is not None
         each = leaves_of_replicas(self.form, step.shares, step.keeping, pipelined=pipelined)
         programs = TrainingPrograms(
-            step, self.form, each, placement, taps, self.digests, self.sentinel
+            step, self.form, each, placement, taps, self.digests, self.sentinel, self.build
         )
         count, scaling = self.accumulation.microbatches, step.loss_scale
         collector = Collector(self.scalars, count, scaling, self.guard, self.digests, self.sentinel)
@@ -325,6 +329,20 @@ class Engine:
     def elements_per_step(self) -> int:
         """The number of elements per step: microbatches x replicas of this process."""
         return self.accumulation.microbatches * self.placement.local_replicas
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """How its program is built, ready for JSON."""
+        return self.runner.built if self.has_program else self.build.recorded({})
+
+    def build_as_recorded(self, note: object) -> None:
+        """Build programs as a checkpoint says; see `Build.as_recorded`."""
+        self.build_with(self.build.as_recorded(note))
+
+    def build_with(self, build: Build) -> None:
+        """Build programs in this way; those that were built otherwise are built again."""
+        self.build = build
+        self._programs.build_with(build)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
         """Change the `inputs` of a pipeline, without compiling again."""

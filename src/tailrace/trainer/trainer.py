@@ -25,6 +25,7 @@ from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.profiling.timeline.trace import Trace, as_trace
+from tailrace.program.compiling.build import Build, Option
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -115,6 +116,9 @@ class Trainer(Measuring, LookingBack):
             "tokens_per_second", "mfu". A dict has their arguments:
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
         config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
+        rewrites: rewrites of the program to switch off, such as `{"boundaries": False}`.
+        compiler_options: options of XLA's compiler for the programs of this trainer, by their names in
+            `XLA_FLAGS`: `{"xla_gpu_enable_triton_gemm": False}`.
 
     Raises:
         OptionError: an option has a value it may not have.
@@ -160,6 +164,8 @@ class Trainer(Measuring, LookingBack):
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
         config: Mapping[str, Any] | None = None,
+        rewrites: Mapping[str, bool] | None = None,
+        compiler_options: Mapping[str, Option] | None = None,
     ) -> None:
         # The engine knows trees of arrays and functions of them; whatever else was given is bound
         # to these.
@@ -182,13 +188,17 @@ class Trainer(Measuring, LookingBack):
             precision=precision,
             fingerprint=check_fingerprint(fingerprint),
             sentinel=sentinel,
+            build=Build.of(rewrites, compiler_options),
         )
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine), timed=True)
         most = check_count("observe_bytes", observe_bytes, at_least=0, error=OptionError)
         self._fits = Fits(self.engine, self._journal, parse_steps(steps_per_execution), most)
         # With the step of the engine: an evaluation of the loss is the computation that is trained.
         self._evaluator = Evaluator(
-            self.engine.step_function, self.engine.placement, self.engine.seed
+            self.engine.step_function,
+            self.engine.placement,
+            self.engine.seed,
+            lambda: self.engine.build,
         )
         eval_fn = check_eval_fn(eval_fn)
         self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)

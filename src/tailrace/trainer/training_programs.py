@@ -20,6 +20,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.compiling.build import Build
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.train_state import TrainState
@@ -44,6 +45,7 @@ class TrainingPrograms:
         taps: the taps, whose tensors are looked for in each program.
         digests: computes fingerprints, if they were requested.
         sentinel: compares executions, if one does.
+        build: how the programs are rewritten and compiled.
 
     Attributes:
         placement: the devices.
@@ -59,8 +61,9 @@ class TrainingPrograms:
         taps: Sequence[AnyTap],
         digests: StateDigests | None,
         sentinel: Sentinel | None,
+        build: Build,
     ) -> None:
-        self.placement, self.each = placement, each
+        self.placement, self.each, self._build = placement, each, build
         self._step, self._form = step, form
         self._taps, self._digests, self._sentinel = taps, digests, sentinel
         self._runners: dict[ElementSpec, LoopRunner] = {}
@@ -85,6 +88,12 @@ class TrainingPrograms:
     def sight(self, runner: LoopRunner) -> Sight:
         """The tensors that taps select in a program."""
         return self._sight_of[runner.infeeds[0]]
+
+    def build_with(self, build: Build) -> None:
+        """Rewrite and compile programs in this way; those that were compiled otherwise, again."""
+        self._build = build
+        for runner in self._runners.values():
+            runner.rebuild(build)
 
     def find(
         self, dataset: object, timeout_s: float | None = None, epoch: int = 0
@@ -164,6 +173,7 @@ class TrainingPrograms:
         first = len(jax.tree.leaves(self._form.params))
         with listing_activations() as found:
             runner = self._step.runner(self._form, feed, self.placement, self.each, first)
+        runner.build = self._build
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # a pipeline's is known once its stages are
         with names_listed_by("trainer.tensors(example)"):

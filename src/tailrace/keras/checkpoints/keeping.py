@@ -30,6 +30,7 @@ from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
 from tailrace.keras.checkpoints.epoch_calls import EpochCalls
 from tailrace.keras.data.batch_counts import read_once
+from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.executions import Resumed
 from tailrace.keras.programs.steps import Stepping
 from tailrace.keras.programs.train import Training
@@ -41,6 +42,7 @@ from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.directory import Kept
 from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.checkpoints.snapshot import (
+    BUILD,
     CALLBACK,
     STATE,
     Snapshot,
@@ -119,6 +121,7 @@ class Keeping:
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
         self._run_end: Mapping[str, Any] | None = None
+        self._built: Any = None
         self._arrays: Mapping[str, np.ndarray] = {}
         self._trained_by: TrainingProgram | None = None
         self._first_step = 0
@@ -179,7 +182,7 @@ class Keeping:
                 f"this fit another directory."
             )
         self._note = found = dict(note[KIND])
-        self._run_end = run_end_of(note, directory)
+        self._run_end, self._built = run_end_of(note, directory), note.get(BUILD)
         self._check(found, form)
         if self._monitor is not None:
             self._monitor.take_up(found.get("watched"), found["best"], "best= of tr.Checkpoint")
@@ -315,7 +318,9 @@ class Keeping:
         self.put_values(program)
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)
-        program.take_up(found["step"], history, self._run_end)
+        settings = settings_of(model)
+        settings.build = settings.build.as_recorded(self._built)
+        program.take_up(found["step"], history, self._run_end, settings.build)
         self._set_random(found["random"])
         # In place: callbacks and Keras hold this History object already.
         shown: Any = model.history
@@ -479,7 +484,7 @@ class Keeping:
             "callbacks": states,
             "callback_classes": classes,
         }
-        note = {"step": program.steps, KIND: found}
+        note = {"step": program.steps, KIND: found, BUILD: program.built}
         return Snapshot({**arrays, **stored}, note, program.mark())
 
 

@@ -248,6 +248,7 @@ def _apart(
     seen = {name: getattr(model, name, None) for name in ("history", "stop_training")}
     function, taps, run_dir = model.train_function, settings.observe, settings.run_dir
     own, marks = [taps] if isinstance(taps, str) else [*taps], settings.fingerprint
+    build = settings.build
     settings.fingerprint = marks or fingerprint
     settings.observe, settings.run_dir = looking_back(own, observe), None
     # Keras makes a function where there is none: it is then that of `PastTraining`.
@@ -258,7 +259,7 @@ def _apart(
     finally:
         adopted.past, adopted.programs, adopted.active = None, programs, active
         settings.observe, settings.run_dir, model.train_function = taps, run_dir, function
-        settings.fingerprint = marks
+        settings.fingerprint, settings.build = marks, build
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         for name, value in seen.items():

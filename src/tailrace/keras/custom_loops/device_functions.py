@@ -35,7 +35,7 @@ from tailrace.jaxprs.marks import dequeue
 from tailrace.keras.custom_loops.reachable_state import reached_by, variables_of
 from tailrace.keras.optimizers.adapter import check_in_loop
 from tailrace.program.compile import Program
-from tailrace.program.compile import compile as compile_program
+from tailrace.program.compiling.build import Build
 from tailrace.program.loops import repeat as repeat_on_device
 
 
@@ -244,8 +244,8 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 class DeviceFunctions:
     """The programs of a strategy's device functions."""
 
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    def __init__(self, replicas: int, build: Build) -> None:
+        self._replicas, self._build = replicas, build
         self._programs: dict[Hashable, tuple[Program, list[Any], Any]] = {}
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +263,9 @@ class DeviceFunctions:
                 return fn(*values[: len(args)], **named)
 
             variables = _looked_through(call, arrays, reached_by(fn, given))
-            program = compile_program(_program(call, variables), replicas=self._replicas)
+            program = Program(
+                _program(call, variables), replicas=self._replicas, seed=0, build=self._build
+            )
             # `given` is kept alive, so that the ids of its objects are not reused.
             self._programs[key] = (program, variables, given)
         program, variables, _ = self._programs[key]

@@ -28,6 +28,7 @@ from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
+from tailrace.program.compiling.build import Build
 from tailrace.program.loops import repeat_with, whole
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
@@ -172,6 +173,7 @@ class Looping(Executions, ABC):
                     return self._runner_for(block)
             else:
                 self.runners[key] = self._whole_model(read, carried, form.feed)
+            self.runners[key].build = settings_of(self.model).build
         return self.runners[key]
 
     def _advanced(self, carried: Tree, element: Tree, read: Tree) -> tuple[Any, Any]:
@@ -367,10 +369,20 @@ class Stepping(Measuring):
             variable.assign(jnp.asarray(value))
         self._active = self._start = None
 
-    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
-        """Resume at this step."""
+    @property
+    def built(self) -> dict[str, Any]:
+        """How the programs are built, ready for JSON."""
+        latest = next(reversed(self.runners.values()), None)
+        return settings_of(self.model).build.recorded({}) if latest is None else latest.built
+
+    def take_up(
+        self, step: int, history: History, run_end: Mapping[str, Any] | None, build: Build
+    ) -> None:
+        """Resume at this step, with this build."""
         del history, run_end
         self._step = step
+        for runner in self.runners.values():
+            runner.rebuild(build)
 
     # -- the step -------------------------------------------------------------------------------
 

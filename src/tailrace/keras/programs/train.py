@@ -8,7 +8,6 @@ to the variables when Keras needs them (`fill`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +39,10 @@ from tailrace.keras.programs.variables import (
     for_replicas,
     leaf_numbers,
     merged,
+    metric_results,
     of_one,
 )
+from tailrace.program.compiling.build import Build
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
@@ -63,6 +64,7 @@ class Training(Executions):
         count = settings.microbatches
         super().__init__(model, placement_of(settings), count * settings.replicas)
         self.layout = Layout(model)
+        self._results = metric_results(model, self.layout)
         self.engine: Engine | None = None
         self.journal = Journal(settings.run_dir, timed=True)
         self._leaves: list[list[int]] = []
@@ -199,11 +201,20 @@ class Training(Executions):
                 self._own[number] = value
         self._handed, self._dirty = [], False
 
-    def take_up(self, step: int, history: History, run_end: Mapping[str, Any] | None) -> None:
-        """Resume at this step, with the history and the run directory of the earlier fit."""
+    @property
+    def built(self) -> dict[str, Any]:
+        """How the program is built, ready for JSON."""
+        engine = self.engine
+        return settings_of(self.model).build.recorded({}) if engine is None else engine.built
+
+    def take_up(
+        self, step: int, history: History, run_end: Mapping[str, Any] | None, build: Build
+    ) -> None:
+        """Resume at this step, with the history, the run directory and the build of the earlier fit."""
         self._step, self._began = step, True
         if self.engine is not None:
             self.engine.step = step
+            self.engine.build_with(build)
         self.journal.take_up(history, run_end)
         self.journal.records.clear()
 
@@ -262,6 +273,7 @@ class Training(Executions):
             shard_optimizer_state=settings.options.shard_optimizer_state,
             offload_activations=settings.options.offload_activations,
             fingerprint=settings.fingerprint,
+            build=settings.build,
         )
 
     def _choosing(self, accumulation: Accumulation) -> Accumulation:
@@ -334,9 +346,8 @@ class Training(Executions):
             ready = ticket.ready
             ran += length
             if not quiet:
-                sent.append(
-                    {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
-                )
+                logs = ticket.scalars.items()
+                sent.append({name.removeprefix("metrics/"): value for name, value in logs})
                 self._collect(in_flight=1)
         if quiet:
             return ready, self._metrics_now(engine) if self.pacing.listeners else {}
@@ -355,9 +366,7 @@ class Training(Executions):
         runner = engine.runner
         # A single step needs no loop, unless taps are periodic.
         runner.capacity = room if room > 1 or self._period > 1 else None
-        trials = (
-            runner.fixed.trials
-        )  # with the runner: steps on batches of another form take other times
+        trials = runner.fixed.trials  # the runner's: batches of another form take other times
         timing = room > 1 and len(trials) < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
         self._dirty = True  # before: an interrupt must not hide what has run
@@ -440,17 +449,6 @@ class Training(Executions):
         state = engine.runner.carried(engine.loop_state).model_state
         found = self._results(self.layout.metrics.values(state))
         return {name: Final(value) for name, value in found.items() if not jnp.ndim(value)}
-
-    @functools.cached_property
-    def _results(self) -> Any:
-        def results(values: list[Any]) -> Any:
-            mapping = zip(self.layout.metrics.all, values, strict=True)
-            with keras.StatelessScope(state_mapping=list(mapping)):
-                return keras.tree.map_structure(jnp.asarray, self.model.get_metrics_result())
-
-        # One dispatch: as single operations, reading the metrics would take longer than short
-        # steps.
-        return jax.jit(results)
 
     def _nothing_to_take(self, engine: Engine) -> bool:
         """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""

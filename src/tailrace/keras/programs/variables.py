@@ -165,6 +165,18 @@ def of_one(variable: keras.Variable, value: TensorLike) -> Any:
     return on_one_device(value)
 
 
+def metric_results(model: keras.Model, layout: Layout) -> Any:
+    """A compiled function: the results of the metrics, from the values of their variables."""
+
+    def results(values: list[Any]) -> Any:
+        mapping = zip(layout.metrics.all, values, strict=True)
+        with keras.StatelessScope(state_mapping=list(mapping)):
+            return keras.tree.map_structure(jnp.asarray, model.get_metrics_result())
+
+    # One dispatch: as single operations, reading the metrics would take longer than short steps.
+    return jax.jit(results)
+
+
 def leaf_numbers(layout: Layout, state: TrainState) -> list[list[int]]:
     """For each variable, its numbers among the leaves of the state."""
     numbers = iter(range(len(jax.tree.leaves(state))))

@@ -26,6 +26,7 @@ from tailrace.keras.programs.variables import Layout
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
+from tailrace.program.compiling.build import DEFAULT
 from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import Observe
 
@@ -132,6 +133,8 @@ class Settings:
         self.observe: Observe = ()
         self.run_dir: Any = None
         self.fingerprint = False
+        self.build = DEFAULT
+        """How programs are rewritten and compiled."""
         self.seen: Seen | None = None
         self.layout: Layout | None = None
         self.assignment: list[Any] | None = None

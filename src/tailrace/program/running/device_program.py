@@ -29,6 +29,7 @@ from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn, Var
 from tailrace.jaxprs.walk import Position
+from tailrace.program.compiling.build import DEFAULT, Build
 from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import Packing
@@ -62,6 +63,7 @@ class Piece:
         muted: outfeeds that receive nothing.
         packed: whether to pack small emissions into few arrays, which only `np.asarray` can read.
         closing: computed from the results at the end, and emitted; None for nothing.
+        build: how it is rewritten and compiled.
     """
 
     segment: Segment
@@ -73,6 +75,7 @@ class Piece:
     muted: frozenset[OutfeedQueue] = frozenset()
     packed: bool = False
     closing: Closing | None = None
+    build: Build = DEFAULT
 
     @functools.cached_property
     def elements(self) -> dict[Feed, int]:
@@ -122,6 +125,8 @@ class DeviceProgram(ABC):
             replicas=placement.replicas,
             period=piece.period,
             free=segment.free_numbers if placement.in_one_process else FreeNumbers(),
+            bounds=segment.boundaries if "boundaries" in piece.build.rewrites else {},
+            fast_convolutions="convolutions" in piece.build.rewrites,
         )
         # Only on one device: over a mesh, packed arrays would need a common sharding.
         self._packing = Packing() if piece.packed and one_device else None

@@ -13,6 +13,7 @@ import jax
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var, compiler_options, kernels_of_any_size, separate_kernels
+from tailrace.program.compiling.build import as_texts
 from tailrace.program.compiling.compilations import Compilation, compiling
 from tailrace.program.compiling.compiled_programs import compiled_program
 from tailrace.program.running.device_program import DeviceProgram
@@ -99,6 +100,9 @@ class Executable:
                     options = {**(options or {}), **kernels_of_any_size(platform)}
                 if self.separate:
                     options = {**(options or {}), **separate_kernels(platform)}
+                build = self._program.piece.build
+                chosen = build.chosen(self.segment.suited_options)
+                options = {**(options or {}), **as_texts({**chosen, **dict(build.options)})} or None
                 # Only compilation is cached, not lowering: the key of the cache is the lowered
                 # text.
                 found = compiled_program(lowered, self.placement.device_ids, options, platform)

@@ -23,6 +23,7 @@ from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.walk import Position
+from tailrace.program.compiling.build import Build
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Closing, Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
@@ -87,6 +88,8 @@ class LoopRunner:
         it, each length has an executable."""
         self.closing: Closing | None = None
         """What each dispatch also computes from the state it leaves; set before the first one."""
+        self.build = Build()
+        """How it is rewritten and compiled; set before the first dispatch."""
         self.purpose = "a program"
         """Its purpose, for messages."""
         self.executions = 0
@@ -143,6 +146,17 @@ class LoopRunner:
         """The bytes of the elements of one iteration."""
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """How its loop is built, with the options that were chosen for it; ready for JSON."""
+        return self.build.recorded(self.build.chosen(self._loop.suited_options))
+
+    @property
+    def rewritten(self) -> dict[str, int]:
+        """How often its loop is rewritten, by the name of the rewrite; those that are applied."""
+        counts = {"boundaries": sum(map(len, self._loop.boundaries.values()))}
+        return {name: count for name, count in counts.items() if name in self.build.rewrites}
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -318,6 +332,12 @@ class LoopRunner:
         whole = past == 0 or length % period != 0 or not self._may_fix
         return length if whole else min(length, period - past)
 
+    def rebuild(self, build: Build) -> None:
+        """Rewrite and compile the loop in this way from now on."""
+        if build != self.build:
+            self.build, self._executables, self.fixed = build, {}, FixedLoops()
+            self._latest = None
+
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
         """The same loop on the same state, with other emissions."""
         # The trace, the segments and the placement are shared; only executables depend on `wanted`.
@@ -391,7 +411,15 @@ class LoopRunner:
         self, segment: Segment, length: int | None, counted: bool, period: int
     ) -> Executable:
         piece = Piece(
-            segment, self.placement, length, counted, self.wanted, period, self.muted, self.packed
+            segment,
+            self.placement,
+            length,
+            counted,
+            self.wanted,
+            period,
+            self.muted,
+            self.packed,
+            build=self.build,
         )
         if segment is self._loop:
             piece = dataclasses.replace(piece, closing=self.closing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,15 @@ import jax
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
+from tailrace.jaxprs.boundaries import Boundaries, boundaries
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers, free_numbers
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, variables
 from tailrace.jaxprs.stretches import live_ins, live_outs, made_by
+from tailrace.jaxprs.value_graph import ValueGraph
 from tailrace.jaxprs.walk import concerns_us, elements_read
+from tailrace.program.compiling.build import Option
+from tailrace.program.compiling.suited_options import suited_options
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import Traced, top_loops, trace_program
 
@@ -46,10 +50,31 @@ class Segment:
     is_loop: bool
     elements: dict[Any, int]
 
-    @functools.cached_property
+    @property
     def free_numbers(self) -> FreeNumbers:
         """Its literals that become arguments, so that equal programs can share an executable."""
-        return free_numbers(self.equations, devices.platform() == "cpu")
+        return self._read[0]
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """Its values that XLA must not fuse through; on other devices than CPUs there are none."""
+        return self._read[1]
+
+    @property
+    def suited_options(self) -> Mapping[str, Option]:
+        """The options of the compiler that suit it, if nobody has decided otherwise."""
+        return self._read[2]
+
+    @functools.cached_property
+    def _read(self) -> tuple[FreeNumbers, Boundaries, dict[str, Option]]:
+        # Together: both read one graph, which is larger than what they find in it.
+        graph, platform = ValueGraph(self.equations, self.first), devices.platform()
+        on_cpu = platform == "cpu"
+        return (
+            free_numbers(graph, on_cpu),
+            boundaries(graph) if on_cpu else {},
+            suited_options(graph, platform),
+        )
 
     @property
     def length(self) -> int:

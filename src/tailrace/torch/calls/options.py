@@ -11,6 +11,7 @@ from tailrace.data.counts import check_count, check_seed
 from tailrace.errors import OptionError, PlanError
 from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.program.compiling.build import Build
 from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import MOST_BYTES
 from tailrace.torch.calls.output_modes import OutputMode, Returned
@@ -56,6 +57,9 @@ class ModelOptions:
         run_dir: a directory for the history and records of all calls.
         fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
             `model.replay` proves a past step.
+        rewrites: rewrites of the program to switch off, such as `{"boundaries": False}`.
+        compiler_options: options of XLA's compiler for the programs of this model, by their names in
+            `XLA_FLAGS`.
 
     Raises:
         OptionError: an option has an invalid value.
@@ -84,6 +88,9 @@ class ModelOptions:
     observe_bytes: int = MOST_BYTES
     run_dir: Any = None
     fingerprint: bool = False
+    rewrites: Any = None
+    compiler_options: Any = None
+    build: Build = dataclasses.field(init=False)
     returned: Returned = dataclasses.field(init=False)
     staging: Staging = dataclasses.field(init=False)
 
@@ -106,6 +113,7 @@ class ModelOptions:
         check_count("output_return_period", period, at_least=1, error=OptionError, more=more)
         self._check_pipeline()
         check_fingerprint(self.fingerprint)
+        object.__setattr__(self, "build", Build.of(self.rewrites, self.compiler_options))
         if not isinstance(self.run_dir, str | os.PathLike | None):
             raise OptionError(
                 f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."

@@ -32,6 +32,7 @@ from tailrace.torch.models.weights import unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
+from tailrace.trainer.checkpoints.snapshot import BUILD
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.outcome import Replay
 
@@ -59,6 +60,8 @@ class TrainingModel(FollowingModel):
         self._programs = 0
         self._noted: DeviceOptimizer | None = None
         self._log: CallLog | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        """The note of the file that the model was loaded from."""
         self._begin(optimizer)
 
     # -- weights --------------------------------------------------------------------------------
@@ -129,6 +132,8 @@ class TrainingModel(FollowingModel):
         step = self._step if self._program is None else self._program.engine.step
         kind = type(self.optimizer).__name__
         note = {"step": step, "seed": self._seed, "optimizer": kind}
+        build = self._options.build.recorded({})
+        note[BUILD] = build if self._program is None else self._program.engine.built
         note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
         if self._log is not None:
             trees["past"] = self._log.arrays()
@@ -161,7 +166,7 @@ class TrainingModel(FollowingModel):
         # The next call builds a program from this state; its form may not be known yet.
         self._drop_program()
         self._held = jax.tree.map(jnp.asarray, saved)
-        self._step, self._seed = note["step"], note["seed"]
+        self._step, self._seed, self._loaded = note["step"], note["seed"], note
         self._log = CallLog.of(trees["past"], self._options) if "past" in trees else None
         self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
@@ -264,7 +269,7 @@ class TrainingModel(FollowingModel):
         return program
 
     def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
-        return TrainingProgram(
+        program = TrainingProgram(
             forward,
             self._device_optimizer,
             self._options_of_run(),
@@ -275,6 +280,9 @@ class TrainingModel(FollowingModel):
             self._seed,
             self._step,
         )
+        if self._loaded is not None:
+            program.engine.build_as_recorded(self._loaded.get(BUILD))
+        return program
 
     def _options_of_run(self) -> ModelOptions:
         """The options; a program that replaces another one writes to a new run directory."""

@@ -45,6 +45,7 @@ class InferenceProgram:
         self.records = Records()
         self.found: list[Entry] = []
         self.runner = self._make_runner(dict(params), dict(buffers))
+        self.runner.build = self.options.build
         # Nothing is differentiated here.
         named = [e for e in self.found if e.kind != "cotangent"]
         self.sight: Sight = look(self.runner.traced, self._looking(), named, self.runner.stage_of)

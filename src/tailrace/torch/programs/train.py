@@ -130,6 +130,7 @@ class TrainingProgram:
             seed=seed,
             observe=[*own_taps, *parse_taps(options.observe)],
             fingerprint=options.fingerprint,
+            build=options.build,
         )
         self.engine.step = step
         # Outputs and anchors are returned to the caller, and are no records of the run.

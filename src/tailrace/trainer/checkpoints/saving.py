@@ -25,6 +25,7 @@ from tailrace.trainer.checkpoints.callback_matching import classes_of, states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint, monitor_of
 from tailrace.trainer.checkpoints.passes import Passes
 from tailrace.trainer.checkpoints.snapshot import (
+    BUILD,
     CALLBACK,
     Snapshot,
     history_arrays,
@@ -190,6 +191,7 @@ class Saving:
         if fit["ended"] and further:
             self._check_end(int(note["step"]), progress, before)
         put_state(engine, arrays, note)
+        engine.build_as_recorded(note.get(BUILD))
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         history = history_of(arrays, progress.first_step, count, replicas)
         finished = bool(fit["ended"] and not further) or progress.passed(self._duration)

@@ -21,6 +21,9 @@ from tailrace.trainer.checkpoints.long_arrays import HISTORY
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.random_keys import as_keys, as_numbers, generator_of, is_key
 
+BUILD = "build"
+"""The entry of a checkpoint's note that says how programs were built; earlier versions had none."""
+
 STATE, CALLBACK = "state/", "callback/"
 """The prefixes of the names of arrays, beside that of a history."""
 
@@ -99,7 +102,8 @@ def _set_fixed_scale(engine: Engine, now: Mapping[str, Any], leaves: list[Any]) 
 
 def trainer_note(engine: Engine, keys: Mapping[str, str], epochs: int) -> dict[str, Any]:
     """The note of every checkpoint, with or without a fit."""
-    return {"step": engine.step, "seed": engine.seed, "epochs": epochs, "keys": dict(keys)}
+    said = {"step": engine.step, "seed": engine.seed, "epochs": epochs, "keys": dict(keys)}
+    return {**said, BUILD: engine.built}
 
 
 def check_forms(

@@ -9,6 +9,7 @@ import jax
 
 from tailrace.data.trees import Tree
 from tailrace.messages import counted, size_text
+from tailrace.program.compiling.build import REWRITES
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
@@ -30,6 +31,8 @@ class Explanation:
         decisions: sentences that say what was decided about the optimizer's state, and why.
         pipeline: what each stage costs, if there are stages.
         cause: why it was compiled: the first program of its form, another shape or length.
+        rewrites: how often the program is rewritten, by the name of the rewrite.
+        compiler_options: the options of XLA's compiler that were chosen or given.
     """
 
     steps_per_execution: int
@@ -41,6 +44,8 @@ class Explanation:
     decisions: tuple[str, ...] = ()
     pipeline: Any = None
     cause: str = ""
+    rewrites: dict[str, int] = dataclasses.field(default_factory=dict)
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [*self.parts.items(), ("peak", self.peak_bytes)]
@@ -56,9 +61,21 @@ class Explanation:
                 "memory on each device:",
                 *lines,
                 *self.decisions,
+                *self._built(),
                 *([str(self.pipeline)] if self.pipeline is not None else []),
             ]
         )
+
+    def _built(self) -> list[str]:
+        """How the program is built, where that is not as XLA would do it by itself."""
+        lines = [
+            f"rewritten in {counted(count, 'place')}: {REWRITES[name]} "
+            f"(rewrites={{{name!r}: False}} switches it off)"
+            for name, count in self.rewrites.items()
+            if count
+        ]
+        options = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
+        return [*lines, f"compiled with {options}"] if options else lines
 
 
 def explain(
@@ -96,6 +113,8 @@ def explain(
         executable.compile_s,
         decisions,
         cause=executable.reason[1],
+        rewrites=runner.rewritten,
+        compiler_options=runner.built["options"],
     )
 
 

@@ -23,6 +23,7 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import current_trace, path_name
 from tailrace.messages import note_once
+from tailrace.program.compiling.build import Build
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import piece_within
 from tailrace.program.running.loop_runner import LoopRunner
@@ -51,8 +52,10 @@ MOST_RUNNERS = 16
 class Evaluator:
     """Runs programs that read a dataset and send out a function's result for each element."""
 
-    def __init__(self, step: Step, placement: Placement, seed: int) -> None:
-        self._step, self._placement, self._seed = step, placement, seed
+    def __init__(
+        self, step: Step, placement: Placement, seed: int, build: Callable[[], Build] = Build
+    ) -> None:
+        self._step, self._placement, self._seed, self._build = step, placement, seed, build
         self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
 
     def evaluate(
@@ -288,6 +291,7 @@ class Evaluator:
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        runner.build = self._build()
         # Shown while it compiles, and stored with the compilation.
         runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.feeds.feed import Feed, Staged
+from tailrace.trainer.checkpoints.snapshot import BUILD
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.comparison import Comparison, replay_of
@@ -59,6 +60,7 @@ class HandedReplay:
         if self.done:
             return
         if self._feed is not feed:
+            engine.build_as_recorded(self._note.get(BUILD))
             engine.use(feed)
             self._feed = feed
             # One pair for each form of elements; its programs are compiled once, however many

@@ -21,7 +21,7 @@ from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import Observe, StopOnNonfinite, Tap, in_every_step, parse_taps
 from tailrace.trainer.checkpoints.passes import Passes
-from tailrace.trainer.checkpoints.snapshot import put_state
+from tailrace.trainer.checkpoints.snapshot import BUILD, put_state
 from tailrace.trainer.checkpoints.together import own_position
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
@@ -59,6 +59,7 @@ class Rerun:
     ) -> None:
         self._end = end
         self.engine = twin_of(engine, observe, fingerprint)
+        self.engine.build_as_recorded(note.get(BUILD))
         self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
         self._duration = Duration(**note["fit"]["duration"])
@@ -248,7 +249,8 @@ def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engi
         # Shared weights are in the state once; a pipeline is given them in all their places.
         params = engine.pipeline.tie(params)
     own = {"fingerprint": True} if fingerprint else {}
-    twin: Engine = engine.again(params=params, model_state=model_state, observe=observe, **own)
+    state = {"params": params, "model_state": model_state}
+    twin: Engine = engine.again(**state, observe=observe, build=engine.build, **own)
     return twin
 
 

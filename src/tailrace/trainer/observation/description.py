@@ -36,6 +36,7 @@ def describe(
             "sentinel": None if engine.sentinel is None else engine.sentinel.share,
             "fingerprint": engine.digests is not None,
             "loss_scale": dataclasses.asdict(scale) if (scale := step.loss_scale) else None,
+            "build": engine.built,
         },
         "taps": [
             {

@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 from tailrace.messages import note_once
+from tailrace.program.compiling.build import recorded_text
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
@@ -24,6 +25,7 @@ def option_texts(engine: Engine) -> dict[str, str]:
         "replica_state": function_text(shares)
         if callable(shares)
         else ("mean" if shares else "each"),
+        "build": recorded_text(engine.built),
     }
 
 
