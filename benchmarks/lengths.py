@@ -87,9 +87,9 @@ def small(repeats: int) -> None:
         print(f"  {name:26} {statistics.median(values):8.1f}   best {min(values):8.1f}")
 
 
-def gpt_model(layers: int, width: int, length: int):
-    """Parameters and loss function of a GPT in bfloat16, its vocabulary that of GPT-2."""
-    heads, vocabulary = width // 64, 50304
+def gpt_model(layers: int, width: int, length: int, vocabulary: int = 50304):
+    """Parameters and loss function of a GPT in bfloat16; its vocabulary that of GPT-2, padded."""
+    heads = width // 64
     kernel = "cudnn" if jax.devices()[0].platform == "gpu" else None
     keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * layers))
 
@@ -137,9 +137,9 @@ def gpt_model(layers: int, width: int, length: int):
     return params, loss_fn
 
 
-def gpt_tokens(batch: int, length: int) -> list[np.ndarray]:
+def gpt_tokens(batch: int, length: int, vocabulary: int = 50304) -> list[np.ndarray]:
     """Elements of the dataset: random tokens."""
-    tokens = np.random.default_rng(0).integers(0, 50304, (16, batch, length + 1))
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (16, batch, length + 1))
     return [row.astype(np.int32) for row in tokens]
 
 
