@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 import tailrace as tr
-from tailrace.spans.span import seconds_of_a_span, span
+from tailrace.base.spans.span import seconds_of_a_span, span
 
 
 def seconds_of(calls, function):

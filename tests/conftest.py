@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
 from quick import mark_tiers, repeat  # noqa: E402
+from tailrace.base.messages import forget_notes  # noqa: E402
 from tailrace.devices import devices  # noqa: E402
-from tailrace.messages import forget_notes  # noqa: E402
 from tailrace.program.compiling.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
 from verdicts import note_failures  # noqa: E402

@@ -24,9 +24,7 @@ FILES = sorted(HERE.rglob("*.py"))
 ROOMS = [
     "errors",
     "_version",
-    "messages",
-    "spans",
-    "seams",
+    "base",
     "jaxprs",
     "data",
     "devices",

@@ -38,7 +38,7 @@ _HOMES = {
     "callbacks": "trainer",
     "compile": "program.compile",
     "configure": "devices.devices",
-    "counter": "spans.span",
+    "counter": "base.spans.span",
     "cross_replica_mean": "program.in_program",
     "cross_replica_sum": "program.in_program",
     "data": "",

@@ -3,6 +3,7 @@
 from tailrace import data as data
 from tailrace import errors as errors
 from tailrace._version import __version__ as __version__
+from tailrace.base.spans.span import counter as counter
 from tailrace.data.batches import batches as batches
 from tailrace.devices.devices import configure as configure
 from tailrace.devices.processes import distributed as distributed
@@ -46,7 +47,6 @@ from tailrace.records.print_tensor import print_tensor as print_tensor
 from tailrace.records.records import Records as Records
 from tailrace.runs.diff.run_diff import diff as diff
 from tailrace.runs.reader import open_run as open_run
-from tailrace.spans.span import counter as counter
 from tailrace.taps.tap import Tap as Tap
 from tailrace.taps.tap import every as every
 from tailrace.taps.tap import stop_on_nonfinite as stop_on_nonfinite

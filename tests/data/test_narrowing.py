@@ -76,7 +76,8 @@ def test_data_that_fits_passes(caplog):
         assert found.max() if "below" not in name else found.min() == np.array(fits, found.dtype)
         assert found[13] == np.array(fits, found.dtype)
     assert (
-        caplog.text.count("WARNING  tailrace:messages.py:20 int64 data is narrowed to int32") == 1
+        caplog.text.count("WARNING  tailrace:base/messages.py:20 int64 data is narrowed to int32")
+        == 1
     )
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import tailrace as tr
-from tailrace.data.paths import in_words, remedy
+from tailrace.base.paths import in_words, remedy
 from tailrace.errors import CheckpointError, ProgramError, RunError
 from tailrace.profiling.profile.profile import Profile
 from tailrace.trainer.checkpoints import orbax_files

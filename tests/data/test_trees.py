@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.base.trees import describe, leaves, map_leaves, paths, rebuild
 from tailrace.data.dtypes import is_numeric
 from tailrace.data.leaves import to_numpy, to_numpy_tree
-from tailrace.data.trees import describe, leaves, map_leaves, paths, rebuild
 from tailrace.errors import DataError
 
 jax = pytest.importorskip("jax")

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import tailrace as tr
+from tailrace.base.spans.recorder import Recorder
 from tailrace.data.batches import batches
 from tailrace.errors import DataError, DataExhausted, DataTimeout, ElementError, ProducerError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.benchmark.measure import dataset_benchmark, infeed_benchmark
 from tailrace.feeds.benchmark.table import benchmark_table
-from tailrace.spans.recorder import Recorder
 from threads import infeed_threads
 from waits import LIMIT_S, Clock, wait_until
 

@@ -11,11 +11,11 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_close
+from tailrace.base.seams import Package
 from tailrace.cli import doctor
 from tailrace.errors import VersionError
 from tailrace.jaxprs import internals, jax_seams
 from tailrace.jaxprs.marks import mark_p
-from tailrace.seams import Package
 from work import calls_of
 
 

@@ -7,10 +7,10 @@ import pytest
 from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 
 import tailrace as tr
+from tailrace.base.spans.device_times import ACTIVITIES
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import numbers, time_rows
-from tailrace.spans.device_times import ACTIVITIES
 
 STEPS = 120
 GRADS = [NAMES.index(f"grad/layer{n}/w") for n in range(4)]

@@ -3,9 +3,9 @@
 import keras
 import pytest
 
+from tailrace.base.seams import Package
 from tailrace.errors import VersionError
 from tailrace.keras import keras_seams
-from tailrace.seams import Package
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_bits_equal
+from tailrace.base.messages import forget_notes
 from tailrace.compat import poptorch
-from tailrace.messages import forget_notes
 
 RULE = r"backward\(\) cannot be called explicitly on outputs of a model.*Remove backward\(\)"
 

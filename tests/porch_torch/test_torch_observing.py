@@ -10,10 +10,10 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_bits_equal, assert_close
+from tailrace.base.spans import device_times
+from tailrace.base.spans import span as span_module
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import numbers
-from tailrace.spans import device_times
-from tailrace.spans import span as span_module
 from waits import Clock
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_bits_equal
-from tailrace.messages import forget_notes
+from tailrace.base.messages import forget_notes
 
 
 class Noisy(nn.Module):

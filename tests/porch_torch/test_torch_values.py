@@ -14,7 +14,7 @@ from torch.nn import functional
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_close
-from tailrace.messages import forget_notes
+from tailrace.base.messages import forget_notes
 
 
 def values(module):

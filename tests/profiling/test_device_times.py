@@ -7,12 +7,12 @@ import optax
 import pytest
 
 import tailrace as tr
+from tailrace.base.spans import device_times
+from tailrace.base.spans import span as span_module
+from tailrace.base.spans.device_times import ACTIVITIES, DeviceTimes, outermost
+from tailrace.base.spans.recorder import listeners, recorders
+from tailrace.base.spans.span import is_traced, span
 from tailrace.feeds import waiting
-from tailrace.spans import device_times
-from tailrace.spans import span as span_module
-from tailrace.spans.device_times import ACTIVITIES, DeviceTimes, outermost
-from tailrace.spans.recorder import listeners, recorders
-from tailrace.spans.span import is_traced, span
 from tailrace.trainer.observation import journal
 from waits import LIMIT_S, Clock, wait_until
 

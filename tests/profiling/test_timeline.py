@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import tailrace as tr
+from tailrace.base.spans.recorder import recorders
 from tailrace.feeds import waiting
 from tailrace.profiling.programs import device_operations
-from tailrace.spans.recorder import recorders
 from timelines import Timeline, no_overlap
 from waits import LIMIT_S
 

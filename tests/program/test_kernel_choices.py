@@ -4,8 +4,8 @@ import contextvars
 
 import pytest
 
+from tailrace.base.messages import forget_notes
 from tailrace.feeds.background import Worker
-from tailrace.messages import forget_notes
 from tailrace.program.compiling.kernel_choices import FILE, choices_in, compiled
 
 

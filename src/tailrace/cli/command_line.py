@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # What is left would be written when Python ends, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
-        from tailrace.data.paths import in_words  # loads NumPy, which help does without
+        from tailrace.base.paths import in_words  # loads NumPy, which help does without
 
         # Of a file that a command reads; what it writes says so itself.
         named = f"{error.filename!r:.200}: " if error.filename else ""
@@ -246,7 +246,7 @@ def plan(subparsers: Subparsers) -> None:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from tailrace.data.counts import member_named
+    from tailrace.base.checks import member_named
     from tailrace.pipeline import PipelineSchedule
     from tailrace.pipeline import plan as make
 
@@ -281,7 +281,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
         except OSError as error:
-            from tailrace.data.paths import in_words
+            from tailrace.base.paths import in_words
 
             raise OptionError(f"{arguments.svg!r} cannot be written: {in_words(error)}") from error
         print(f"Saved {arguments.svg}")

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import jax
 
 from tailrace._version import __version__
+from tailrace.base.seams import Package, Seam
 from tailrace.devices.devices import Device, available, memory_stats
 from tailrace.devices.environment import CACHE, cache_problem
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
-from tailrace.seams import Package, Seam
 
 CORE = ("jax", "jaxlib", "numpy", "optax", "rich", "scipy")
 OPTIONAL = {

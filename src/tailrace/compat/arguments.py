@@ -1,7 +1,7 @@
 """Names for what programs give where an optimizer, a variable, a dataset, axes or a seed is expected.
 
 To a type checker most of these are `Any`: what the originals take has no common class. To a reader they
-say what a parameter is. Arrays, dtypes and shapes are named in `tailrace.data.array_like`.
+say what a parameter is. Arrays, dtypes and shapes are named in `tailrace.base.array_like`.
 """
 
 from collections.abc import Iterable, Sequence

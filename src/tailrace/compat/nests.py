@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Tree) -> Any:

@@ -11,12 +11,9 @@ Out: a `Dataset`: a stream of elements, each a tree of NumPy arrays, with a posi
     resumable                iterators with get_state and set_state
     form_runs                a dataset as runs of elements of equal shapes
     digits                   real handwritten digits without a download
-    files                    reading untrusted files, and writing files atomically
-    trees                    flattening and rebuilding elements, and naming their leaves
-    leaves, dtypes, counts   conversion of leaves, allowed dtypes, checks of arguments
+    leaves, dtypes           conversion of leaves, and allowed dtypes
 
-Rule: nothing here imports JAX, so that data can be inspected and benchmarked without starting it. That
-is why `trees` exists in addition to `jax.tree`.
+Rule: nothing here imports JAX, so that data can be inspected and benchmarked without starting it.
 """
 
 from tailrace.data.adapters import as_dataset

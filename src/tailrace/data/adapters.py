@@ -11,13 +11,13 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from tailrace.base.trees import Tree, describe
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.data.dataset import Dataset, hinted_length
 from tailrace.data.foreign import FOREIGN
 from tailrace.data.leaves import to_numpy_tree
 from tailrace.data.resumable import resumable
-from tailrace.data.trees import Tree, describe
 from tailrace.errors import DataError
 
 ACCEPTED = (

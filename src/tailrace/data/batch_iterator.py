@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.checks import check_count
+from tailrace.base.trees import Tree, rebuild
 from tailrace.data.batch_recipe import BatchRecipe
-from tailrace.data.counts import check_count
-from tailrace.data.trees import Tree, rebuild
 from tailrace.errors import DataError
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]

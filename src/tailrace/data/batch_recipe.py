@@ -10,9 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from tailrace.data.counts import check_count, check_flag
-from tailrace.data.leaves import to_numpy
-from tailrace.data.trees import (
+from tailrace.base.checks import check_count, check_flag
+from tailrace.base.trees import (
     Tree,
     leaf_called,
     leaves,
@@ -20,6 +19,7 @@ from tailrace.data.trees import (
     map_leaves,
     map_with_paths,
 )
+from tailrace.data.leaves import to_numpy
 from tailrace.errors import DataError
 
 SHOWN = 4

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from tailrace.base.checks import check_count
+from tailrace.base.trees import Tree, describe
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batch_recipe import BatchRecipe, some_rows
-from tailrace.data.counts import check_count
-from tailrace.data.trees import Tree, describe
 from tailrace.errors import DataError
 
 

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from tailrace.base.trees import Tree
 from tailrace.data.batches import Batches
-from tailrace.data.trees import Tree
 
 
 class Dataset(ABC):

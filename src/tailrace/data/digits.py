@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tailrace.data.counts import member_named, member_of
+from tailrace.base.checks import member_named, member_of
 from tailrace.errors import MissingDependency, OptionError
 
 _TRAIN_PER_DIGIT = 400

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.trees import leaf_called
+from tailrace.base.trees import leaf_called
 from tailrace.errors import DataError
 
 # Booleans, integers, floats, complex numbers. The dtypes of ml_dtypes (bfloat16, float8, int4) are

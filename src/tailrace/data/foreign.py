@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from tailrace.base.trees import Tree, leaf_called, leaves_with_paths
 from tailrace.data.dataset import Dataset, hinted_length
 from tailrace.data.leaves import join_numbers, to_numpy_tree
 from tailrace.data.resumable import resumable
-from tailrace.data.trees import Tree, leaf_called, leaves_with_paths
 from tailrace.errors import DataError
 
 

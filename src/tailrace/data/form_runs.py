@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.trees import Tree, leaves_with_paths, map_leaves
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.data.dataset import Dataset
-from tailrace.data.trees import Tree, leaves_with_paths, map_leaves
 
 
 def form_runs(dataset: object) -> Iterator[Any]:

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from tailrace.base.trees import Tree, leaf_called, map_leaves, map_with_paths
 from tailrace.data.dtypes import check_numeric
-from tailrace.data.trees import Tree, leaf_called, map_leaves, map_with_paths
 from tailrace.errors import DataError
 
 _PLAIN = frozenset("biufc")

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import DataError
-from tailrace.messages import note_once
 
 Element = TypeVar("Element")
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tailrace.base.messages import counted, there_are
 from tailrace.devices.environment import TOO_LATE, asked_devices
 from tailrace.errors import DeviceError, ReplicaError
-from tailrace.messages import counted, there_are
 
 REPLICA, STAGE = "replica", "stage"
 """The names of the mesh's axes."""

@@ -10,8 +10,8 @@ import os
 import stat
 import sys
 
+from tailrace.base.messages import note_once
 from tailrace.errors import DeviceError
-from tailrace.messages import note_once
 
 VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.trees import Tree
 from tailrace.data.dtypes import narrowed
-from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.errors import DataError, ProgramError

@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.base.array_like import DTypeLike
 
 # XLA's CPU backend uses an array in place, without a copy, if it starts on such a boundary.
 _ALIGNMENT = 64

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.messages import counted, note_once
+from tailrace.base.trees import Tree, describe, leaf_called
 from tailrace.data.dtypes import check_numeric
-from tailrace.data.trees import Tree, describe, leaf_called
 from tailrace.errors import DataError, ElementError, ProgramError, TailraceError
-from tailrace.messages import counted, note_once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import member_named, member_of
-from tailrace.data.trees import Tree, TreeDef, leaf_called
+from tailrace.base.checks import member_named, member_of
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree, TreeDef, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
 from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
-from tailrace.messages import note_once
 
 
 class OutfeedMode(enum.StrEnum):

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.messages import logger
+from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dtypes import store_narrowed
@@ -28,14 +30,12 @@ from tailrace.data.positions.loader_state import (
     put_loader_state,
 )
 from tailrace.data.resumable import can_go_back, decode_state, encode_state, own_copy
-from tailrace.data.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
 from tailrace.feeds.skipping import SHOWN_EVERY_S, skip
-from tailrace.messages import logger
 
 SKIPPED_AT_ONCE = 64
 """The number of elements read at a time while skipping."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import TreeDef
+from tailrace.base.trees import TreeDef
 
 
 class SentBlock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tailrace.messages import logger
+from tailrace.base.messages import logger
 
 SHOWN_EVERY_S = 5.0
 """How often skipping logs its progress, in seconds."""

@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 
+from tailrace.base.spans.span import counter, is_traced, span
 from tailrace.errors import WaitStopped
 from tailrace.feeds.background import STOP_S, P, T, Worker
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.reader import Reader
 from tailrace.feeds.waiting import Patience
-from tailrace.spans.span import counter, is_traced, span
 
 LEAVE_S = 0.5
 """How long `leave` waits for an element, in seconds, before it abandons the read."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
-from tailrace.data.counts import check_number
+from tailrace.base.checks import check_number
+from tailrace.base.messages import logger
 from tailrace.errors import DataTimeout, FeedError, OptionError, WaitStopped
-from tailrace.messages import logger
 
 Item = TypeVar("Item")
 

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 import jax
 
+from tailrace.base.seams import Package
 from tailrace.errors import VersionError
-from tailrace.seams import Package
 
 PACKAGE = Package("JAX", "jax", jax.__version__, newest="0.12.0.1")
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from tailrace.base.seams import Seam
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import COTANGENT, Tag, mark, mark_p
 from tailrace.jaxprs.recording import Recording
-from tailrace.seams import Seam
 
 
 @functools.cache

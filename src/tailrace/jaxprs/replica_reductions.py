@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.spans.scopes import REPLICAS
+from tailrace.base.spans.scopes import REPLICAS
 
 
 def reduced_dtype(dtype: Any, mean: bool) -> Any:

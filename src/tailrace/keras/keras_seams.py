@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tailrace.seams import Package, Seam
+from tailrace.base.seams import Package, Seam
 
 PACKAGE = Package("Keras", "keras", keras.__version__, newest="3.15.1")
 BELOW = 4

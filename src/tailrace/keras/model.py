@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.counts import check_count
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_count
+from tailrace.base.messages import note_once
+from tailrace.base.spans.span import span
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.waiting import Heartbeat, Patience
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
@@ -48,8 +50,6 @@ from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.distribution import check_not_distributed
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
-from tailrace.messages import note_once
-from tailrace.spans.span import span
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint, monitor_of
 from tailrace.trainer.checks import check_fingerprint

@@ -17,9 +17,9 @@ import jax
 import keras
 import numpy as np
 
-from tailrace.data.array_like import ShapeLike
-from tailrace.data.counts import member_named, member_of
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import ShapeLike
+from tailrace.base.checks import member_named, member_of
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
 from tailrace.jaxprs.marks import current_trace

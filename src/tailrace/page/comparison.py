@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number, what_ran

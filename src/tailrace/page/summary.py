@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
 from tailrace.page.time_spent import DEVICE, time_spent

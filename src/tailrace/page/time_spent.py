@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 
+from tailrace.base.spans.device_times import ACTIVITIES
 from tailrace.page.curves import begins_fit
 from tailrace.page.followed import FollowedRun
-from tailrace.spans.device_times import ACTIVITIES
 
 DEVICE = "device"
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import check_count
-from tailrace.data.trees import Tree, TreeDef
+from tailrace.base.checks import check_count
+from tailrace.base.trees import Tree, TreeDef
 from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams

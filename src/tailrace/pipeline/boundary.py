@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import Tag, mark

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, PipelineError, PlanError
 from tailrace.feeds.elements import call_with_element
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, PipelineError
 from tailrace.jaxprs.marks import path_name
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.counts import check_seed
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_seed
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.devices.placed import CLOSED_OVER, check_placed
 from tailrace.errors import ProgramError

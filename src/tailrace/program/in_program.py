@@ -12,7 +12,7 @@ from collections.abc import Generator
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import ambient, cross_replica_p, current_trace
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.counts import check_seed
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_seed
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.jaxprs.array_trees import check_arrays, types_of

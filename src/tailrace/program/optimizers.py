@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
 from tailrace.program.in_program import cross_replica_mean

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.counts import member_named, member_of
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.checks import member_named, member_of
 from tailrace.errors import OptionError
 
 _ELLIPSIS = "..."

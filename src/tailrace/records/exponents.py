@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.records.float_formats import FORMATS, format_shares
 from tailrace.taps.reductions import BIAS, INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 

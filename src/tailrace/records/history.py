@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.messages import shown
 from tailrace.errors import SelectionError
-from tailrace.messages import shown
 from tailrace.records.columns import Column, ValueFile
 from tailrace.records.fingerprints import FingerprintLog
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import check_flag
+from tailrace.base.checks import check_flag
 from tailrace.data.dtypes import is_numeric
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.internals import Tracer

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from tailrace.base.messages import note_once, shown
 from tailrace.errors import SelectionError
 from tailrace.feeds.waiting import Runs
-from tailrace.messages import note_once, shown
 from tailrace.records.html_table import html_table
 from tailrace.records.parts import Part
 from tailrace.records.record import Record, Source, curve_of

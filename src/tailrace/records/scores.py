@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 
 TO_DEVIATIONS = 1.4826
 """The median of absolute deviations of normal values, times this, is their standard deviation."""

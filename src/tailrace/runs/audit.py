@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tailrace.base.messages import counted
 from tailrace.errors import OptionError, RunError
-from tailrace.messages import counted
 from tailrace.runs.audit_contents import changed_contents
 from tailrace.runs.interventions import BACK
 from tailrace.runs.reader import Run

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from tailrace._version import __version__
-from tailrace.data.files import read_json
+from tailrace.base.files import read_json
+from tailrace.base.messages import shown
 from tailrace.errors import RunError
-from tailrace.messages import shown
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import FORMAT
 from tailrace.runs.storage.held import HeldDirectory

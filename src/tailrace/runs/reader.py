@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tailrace.data.files import read_limit
+from tailrace.base.files import read_limit
+from tailrace.base.messages import shown
 from tailrace.errors import OptionError, RunError
-from tailrace.messages import shown
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.runs.compilations import read_compilations

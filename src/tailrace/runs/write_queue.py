@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from tailrace.base.messages import logger
 from tailrace.errors import RunError, TailraceError
-from tailrace.messages import logger
 from tailrace.records.sinks import Finished, Validated
 
 THREAD = "tailrace-run-writer"

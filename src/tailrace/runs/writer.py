@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.paths import remedy
+from tailrace.base.paths import remedy
 from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
 from tailrace.records.record import Source
 from tailrace.records.sinks import Finished, Validated

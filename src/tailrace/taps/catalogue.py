@@ -16,10 +16,10 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.messages import shown
 from tailrace.errors import SelectionError
 from tailrace.jaxprs.walk import Position
-from tailrace.messages import shown
 
 Select: TypeAlias = (
     "str | re.Pattern[str] | Callable[[Entry], bool] | Sequence[Select] | AbstractSet[Select]"

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs import internals
 from tailrace.taps.frame import Emissions, Emitted, Trip
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 
 Emissions = OrderedDict
 """Values by key. Not a plain dict: JAX sorts the keys of one, and queues have no order."""

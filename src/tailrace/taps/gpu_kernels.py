@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tailrace.base.messages import note_once
 from tailrace.devices import devices
 from tailrace.feeds.background import Worker
-from tailrace.messages import note_once
 from tailrace.taps.float_bits import LIMITS
 
 COLUMNS = 8

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.taps.counted_loop import Looks, OnePass, run_counted, traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Emitted, Trip

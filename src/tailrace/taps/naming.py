@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.base.array_like import DTypeLike
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import Call, Scan, While, control
 from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Var

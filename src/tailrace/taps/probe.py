@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.visitor import Emitter

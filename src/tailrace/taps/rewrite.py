@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import check_count, member_named, member_of
-from tailrace.data.paths import check_path
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_count, member_named, member_of
+from tailrace.base.messages import size_text
+from tailrace.base.paths import check_path
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, SelectionError
 from tailrace.jaxprs.array_trees import returning_arrays
 from tailrace.jaxprs.walk import Position
-from tailrace.messages import size_text
 from tailrace.taps.catalogue import Catalogue, Entry, Select, check_selection
 from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
 from tailrace.taps.wanted import Wanted

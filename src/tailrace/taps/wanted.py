@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
-from tailrace.spans.scopes import TAPS
+from tailrace.base.spans.scopes import TAPS
+from tailrace.base.trees import Tree
 from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.counted_loop import Looks
 from tailrace.taps.frame import Emission, Frame

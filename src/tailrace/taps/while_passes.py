@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Emitted
 from tailrace.taps.loop_passes import both, collected

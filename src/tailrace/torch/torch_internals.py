@@ -11,8 +11,8 @@ import importlib.metadata
 
 import torch
 
+from tailrace.base.seams import Package, Seam
 from tailrace.errors import VersionError
-from tailrace.seams import Package, Seam
 
 
 def check(tested: str) -> None:

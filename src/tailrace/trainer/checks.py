@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.array_trees import dtype_beside, not_an_array, returning_arrays
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.memory.optimizer_state import is_tapped
 from tailrace.program.optimizers import AccumulationState

@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.counts import check_seed
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_seed
+from tailrace.base.spans.span import counter, is_traced, waiting_for
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import available
 from tailrace.devices.placed import check_placed
 from tailrace.errors import OptionError
@@ -45,7 +46,6 @@ from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import Step
 from tailrace.program.step.update_rule import Optimizer
 from tailrace.program.tracing.tap_selection import Sight
-from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import GradientDigest, Observe, parse_taps
 from tailrace.trainer.checks import (

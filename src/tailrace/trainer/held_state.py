@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.program.memory.first_state import FirstState

@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.messages import listed
 from tailrace.errors import CorruptionError, OptionError
-from tailrace.messages import listed
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.tracing.tap_selection import Sight

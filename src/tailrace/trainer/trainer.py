@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.checks import check_count, check_flag
+from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
-from tailrace.data.counts import check_count, check_flag
-from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
 from tailrace.errors import OptionError
 from tailrace.feeds.waiting import Patience

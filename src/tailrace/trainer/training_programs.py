@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import DataTimeout, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Feed

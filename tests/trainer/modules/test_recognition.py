@@ -14,8 +14,8 @@ from flax import nnx
 
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
+from tailrace.base.seams import Package
 from tailrace.errors import ProgramError, VersionError
-from tailrace.seams import Package
 from tailrace.trainer.modules import equinox_seams, flax_seams
 from tailrace.trainer.modules.binding import Plain
 from tailrace.trainer.modules.recognition import bind

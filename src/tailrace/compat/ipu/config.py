@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.base.messages import logger, note_once
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
     InternalError,
@@ -38,7 +39,6 @@ from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
 from tailrace.devices.environment import TOO_LATE, asked_devices
 from tailrace.errors import DeviceError, TailraceError
-from tailrace.messages import logger, note_once
 
 
 class ConfigurationError(TailraceError, Exception):

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
@@ -35,8 +37,6 @@ from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
 from tailrace.compat.ipu.scopes import current_ordinal
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
 from tailrace.program.compile import Program

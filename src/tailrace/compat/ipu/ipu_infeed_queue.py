@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
@@ -23,8 +25,6 @@ from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, inside
 from tailrace.compat.nests import leaves
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import current_trace, dequeue

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -22,8 +24,6 @@ from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
 from tailrace.compat.nests import leaves, map_leaves, rebuild
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import Tracer

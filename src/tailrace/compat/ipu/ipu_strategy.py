@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
@@ -23,7 +24,6 @@ from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
 from tailrace.compat.ipu.strategy.older_steps import adapt
 from tailrace.compat.nests import leaves
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.trees import Tree
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
 from tailrace.keras.keras_internals import hook

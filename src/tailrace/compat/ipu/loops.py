@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.operations import Operation, tensors_of
@@ -17,13 +20,10 @@ from tailrace.compat.ipu.graph.state import Scope, inside, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import current_trace, inside_loop
-from tailrace.messages import note_once
 from tailrace.program import loops as engine
 
 

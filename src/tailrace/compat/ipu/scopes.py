@@ -7,11 +7,11 @@ import contextvars
 import re
 from collections.abc import Iterator, Sequence
 
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.messages import note_once
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike
-from tailrace.messages import note_once
 
 _ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", default=0)
 # TensorFlow's forms of a device name: with or without the leading parts, in any case.

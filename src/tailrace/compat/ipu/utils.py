@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tailrace.base.messages import note_once
 from tailrace.compat.ipu.config import DeviceConnectionType as DeviceConnectionType
 from tailrace.compat.ipu.config import ExecutionProfileType as ExecutionProfileType
 from tailrace.compat.ipu.config import IPUConfig as IPUConfig
@@ -18,7 +19,6 @@ from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUTypeError
 from tailrace.compat.ipu.graph.seeding import reseed
 from tailrace.compat.ipu.scopes import ordinal_of
 from tailrace.compat.originals.missing import missing_from
-from tailrace.messages import note_once
 
 
 def get_num_of_ipus_in_device(ipu_device: str | int, device: str = "cpu") -> int:

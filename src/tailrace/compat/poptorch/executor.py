@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.compat.poptorch import compile_hooks, enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options, check_options
-from tailrace.data.trees import Tree
 from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
-from tailrace.messages import note_once
 from tailrace.taps.catalogue import Catalogue
 from tailrace.torch.calls.anchors import Anchor, output_tap
 from tailrace.torch.calls.containers import flatten

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import torch
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings.containers import noted
-from tailrace.data.array_like import TensorLike
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.tracing import blocks
 from tailrace.torch.tracing.printing import print_tensor

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer as Optimizer
 
+from tailrace.base.trees import Tree
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch import optim as native
 from tailrace.torch.errors import UsageError

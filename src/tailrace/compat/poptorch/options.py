@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tailrace.base.messages import note_once
 from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.ops import Attribute as Attribute
@@ -48,7 +49,6 @@ from tailrace.compat.poptorch.settings.strategies import ShardedExecution as Sha
 from tailrace.compat.poptorch.settings.strategies import Stage as Stage
 from tailrace.compat.poptorch.settings.strategies import _Strategy
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import CallError, UsageError
 

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import older_words as _older
@@ -53,7 +54,6 @@ from tailrace.compat.tensorflow.structures import TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
 from tailrace.compat.tensorflow.variables import Module, Variable
-from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
 # At import: the program's next lines may be `from tensorflow.x import y`.

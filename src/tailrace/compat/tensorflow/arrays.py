@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.dtypes import as_dtype, narrowed
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 

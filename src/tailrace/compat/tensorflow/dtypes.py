@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.errors import TailraceError
 
 

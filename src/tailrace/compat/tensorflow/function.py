@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import deferred_call, describing
 from tailrace.compat.ipu.graph.state import current
@@ -17,7 +18,6 @@ from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.tape import recording
-from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 
 

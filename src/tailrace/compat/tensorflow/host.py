@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.strategy.dataset_iteration import hook_datasets
 from tailrace.compat.nests import map_leaves
 from tailrace.compat.tensorflow.structures import TensorSpec
-from tailrace.data.array_like import TensorLike
 from tailrace.errors import MissingDependency
 
 MODULES = frozenset(

@@ -10,10 +10,10 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.originals.missing import UnknownImport, UnknownName, is_import
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.operations.table import OPERATIONS, names_under
-from tailrace.data.array_like import TensorLike
 
 PACKAGE = "tailrace.compat.tensorflow"
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.nests import leaves, map_leaves, rebuild
 from tailrace.compat.tensorflow.dtypes import DTYPES, DType, as_dtype
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True)

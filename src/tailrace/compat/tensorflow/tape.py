@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.deferred import Deferred
@@ -23,8 +25,6 @@ from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
 from tailrace.compat.nests import leaves, rebuild
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.jaxprs.recording import Recording
 
 _recordings: contextvars.ContextVar[tuple[GradientTape, ...]] = contextvars.ContextVar(

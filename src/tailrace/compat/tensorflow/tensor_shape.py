@@ -8,9 +8,9 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from tailrace.base.array_like import ShapeLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import describes_everywhere
-from tailrace.data.array_like import ShapeLike
 
 
 class Dimension(int):

@@ -27,17 +27,17 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.base.seams import Package, Seam
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph import deferred, variable_parts
 from tailrace.compat.ipu.graph.variables import Variable as GraphVariable
 from tailrace.compat.tensorflow.dtypes import DTYPES
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
 from tailrace.compat.tensorflow.variables import Reference, Value, Variable
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import PACKAGE as JAX
 from tailrace.jaxprs.internals import Tracer
-from tailrace.seams import Package, Seam
 
 _NAME = "tailrace.compat.tensorflow"
 

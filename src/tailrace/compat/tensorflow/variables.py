@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, Index, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import SessionLike
 from tailrace.compat.ipu.graph.deferred import (
     Deferred,
@@ -26,8 +28,6 @@ from tailrace.compat.ipu.graph.variable_parts import add_methods, part
 from tailrace.compat.nests import leaves
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
-from tailrace.data.array_like import DTypeLike, Index, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 

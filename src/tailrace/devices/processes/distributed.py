@@ -25,8 +25,9 @@ from typing import Any
 
 import jax
 
+from tailrace.base.checks import check_number
+from tailrace.base.messages import logger
 from tailrace.data.adapters import as_dataset
-from tailrace.data.counts import check_number
 from tailrace.data.dataset import Dataset
 from tailrace.devices.environment import COORDINATOR as COORDINATOR
 from tailrace.devices.environment import PROCESS as PROCESS
@@ -43,7 +44,6 @@ from tailrace.devices.processes.meeting import meet as meet
 from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
-from tailrace.messages import logger
 
 _AFTER_S = 30
 """How much later than Tailrace JAX gives up a silent process: JAX exits without a clear message."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from tailrace.data.counts import check_count, check_number
+from tailrace.base.checks import check_count, check_number
 from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
 from tailrace.devices.processes.rollcall import LISTENING, TOKEN
 from tailrace.devices.processes.watched import AT_ONCE_S, Watched, end

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from tailrace.base.checks import check_count, check_number
+from tailrace.base.messages import logger
 from tailrace.data.adapters import as_dataset
-from tailrace.data.counts import check_count, check_number
 from tailrace.data.dataset import Dataset
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
@@ -22,7 +23,6 @@ from tailrace.errors import DataError, DataExhausted, OptionError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.messages import logger
 
 
 def dataset_benchmark(

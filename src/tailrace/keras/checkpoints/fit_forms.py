@@ -10,12 +10,12 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.base.messages import note_once
 from tailrace.data.positions.random_sources import generators_in
 from tailrace.errors import MissingDependency
 from tailrace.keras.checkpoints.keeping import FitForm, Keeping
 from tailrace.keras.data.batch_counts import batches_in, read_once
 from tailrace.keras.programs.pacing import Pacing
-from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 

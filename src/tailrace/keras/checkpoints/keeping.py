@@ -17,6 +17,7 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.base.messages import note_once
 from tailrace.data.positions.random_sources import (
     not_drawn_from,
     random_state,
@@ -34,7 +35,6 @@ from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.executions import Resumed
 from tailrace.keras.programs.steps import Stepping
 from tailrace.keras.programs.train import Training
-from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.callback_matching import states_of
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, monitor_of

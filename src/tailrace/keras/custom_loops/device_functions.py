@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import dequeue

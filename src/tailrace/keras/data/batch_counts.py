@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import DataError, ProgramError
-from tailrace.messages import note_once
 
 
 def batches_in(

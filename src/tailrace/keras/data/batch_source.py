@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from tailrace.base.spans.span import span
+from tailrace.base.trees import Tree
 from tailrace.data.dtypes import check_numeric, narrowed, store_narrowed
-from tailrace.data.trees import Tree
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import STOP_S, Worker
@@ -29,7 +30,6 @@ from tailrace.feeds.skipping import skip
 from tailrace.feeds.transfer import put, with_room
 from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.copied_batches import reads_ahead
-from tailrace.spans.span import span
 
 Read = TypeVar("Read")
 

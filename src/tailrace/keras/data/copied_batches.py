@@ -16,7 +16,7 @@ import jax
 import keras
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.keras.data.wrapped_dataset import WrappedDataset
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.trees import Tree
 from tailrace.data.dtypes import narrowed
-from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.feeds.device_dataset import MOST_BYTES

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.spans.span import span
+from tailrace.base.trees import Tree
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
 from tailrace.keras.data.resident_arrays import BatchRows, RowNumbers, Rows, numbers_of
-from tailrace.spans.span import span
 
 
 class ResidentBatches:

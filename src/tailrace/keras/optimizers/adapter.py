@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.optimizers.wrapper import asked, scaled_twice

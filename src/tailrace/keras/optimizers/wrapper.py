@@ -18,8 +18,8 @@ from typing import Any
 
 import keras
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.programs.variables import scaling

@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.messages import note_once
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.wrapper import Wrapper as Wrapper
 from tailrace.keras.programs.variables import scaling
-from tailrace.messages import note_once
 from tailrace.program.in_program import cross_replica_mean
 from tailrace.program.step.accumulation import Accumulation, Reduction
 

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.handles import attached
 from tailrace.keras.pipelines.assignment_classes import (

@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 

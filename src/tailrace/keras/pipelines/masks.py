@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.pipeline.boundary import stage_boundary
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
-from tailrace.data.array_like import ShapeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.pipelines.graph import Call, Flow, Stages, Tensor, flow_of, run_flow
 from tailrace.keras.pipelines.masks import masked_boundary

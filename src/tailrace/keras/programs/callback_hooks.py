@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
+from tailrace.base.spans.span import is_traced, span
 from tailrace.keras.optimizers.application import overrides
-from tailrace.spans.span import is_traced, span
 
 HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 """The methods that Keras calls."""

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import keras
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import DataError, ProgramError
 from tailrace.feeds import buffers, dispatch_table
 from tailrace.feeds.feed import Staged
@@ -22,7 +23,6 @@ from tailrace.keras.data.resident_batches import ResidentBatches
 from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.logs import Later, Number, Series, Unheard, Values
 from tailrace.keras.programs.pacing import Pacing
-from tailrace.messages import note_once
 from tailrace.program.running.placement import Placement
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import keras
 
+from tailrace.base.messages import listed
 from tailrace.errors import OptionError
 from tailrace.keras.keras_internals import layers_in
 from tailrace.keras.optimizers.application import overrides
-from tailrace.messages import listed
 
 
 def why_keras_runs(model: keras.Model, mode: str, ours: type) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.spans.span import span
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.spans.span import span
 
 INSIDE = "\0"
 """Between the names of nested logs."""

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
 from tailrace.feeds.feed import HandedFeed
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -26,7 +27,6 @@ from tailrace.keras.programs.executions import Executions, as_batch, exact
 from tailrace.keras.programs.logs import INSIDE, flat, nested
 from tailrace.keras.programs.one_process import placement_of
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
-from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
 from tailrace.program.compiling.build import Build
 from tailrace.program.loops import repeat_with, whole

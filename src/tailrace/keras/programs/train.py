@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.spans.span import is_traced
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import NonFiniteError
 from tailrace.feeds import dispatch_table
@@ -45,7 +46,6 @@ from tailrace.keras.programs.variables import (
 from tailrace.program.compiling.build import Build
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.records.history import History
-from tailrace.spans.span import is_traced
 from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.engine import Engine

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.program.step.training_step import TrainState
 

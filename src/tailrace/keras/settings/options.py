@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.data.counts import member_named
+from tailrace.base.checks import member_named
+from tailrace.base.messages import note_once
 from tailrace.errors import OptionError, PlanError, ProgramError
 from tailrace.keras.data.batch_counts import Counts, counted
 from tailrace.keras.optimizers.wrappers import accumulation_of
@@ -23,7 +24,6 @@ from tailrace.keras.pipelines.graph import has_flow
 from tailrace.keras.pipelines.staged_forward import StagedCall, StagedFlow
 from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.programs.variables import Layout
-from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.compiling.build import DEFAULT

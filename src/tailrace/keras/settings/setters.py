@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.counts import member_named
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.checks import member_named
+from tailrace.base.messages import note_once
 from tailrace.errors import OptionError
 from tailrace.keras.settings.options import MetricReduction, Options, Settings, positive
-from tailrace.messages import note_once
 from tailrace.pipeline.schedule.plan import PipelineSchedule
 from tailrace.program.step.accumulation import Reduction, check_choice
 

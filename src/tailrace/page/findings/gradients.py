@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tailrace.messages import listed
+from tailrace.base.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.layer_order import layers
 from tailrace.page.layers import LayerMap

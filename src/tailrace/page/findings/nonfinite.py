@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.messages import counted, shown
+from tailrace.base.messages import counted, shown
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.layer_order import made_first
 from tailrace.page.layers import LayerMap

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tailrace.messages import listed
+from tailrace.base.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number

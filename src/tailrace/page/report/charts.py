@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.page.colours import BAD, NOTHING, SCALE, palette, shades, span
 from tailrace.page.curves import Curve
 from tailrace.page.layers import LayerMap, without_gaps

@@ -8,9 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from tailrace._version import __version__
-from tailrace.data.paths import check_path, in_words
+from tailrace.base.messages import shown
+from tailrace.base.paths import check_path, in_words
 from tailrace.errors import RunError
-from tailrace.messages import shown
 from tailrace.page.followed import FollowedRun
 from tailrace.page.report.sections import sections
 

@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.page.curves import SPEED, history_curves
 from tailrace.page.findings.findings import findings
 from tailrace.page.findings.ratios import ratios

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.messages import shown
 from tailrace.errors import OptionError, RunError, TailraceError
-from tailrace.messages import shown
 from tailrace.page.cells import cell_records, grid
 from tailrace.page.colours import NONFINITE, SCALE
 from tailrace.page.curves import Curve, history_curves

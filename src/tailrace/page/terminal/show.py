@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.base.messages import shown
 from tailrace.errors import TailraceError
-from tailrace.messages import shown
 from tailrace.page.findings.finding import Severity
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from tailrace.data.trees import Tree, TreeDef
+from tailrace.base.trees import Tree, TreeDef
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.array_trees import check_arrays

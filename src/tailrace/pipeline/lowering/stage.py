@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.internals import Atom, ClosedJaxpr, Var, nbytes, variables
 from tailrace.jaxprs.marks import unit

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.internals import Atom, Tracer
 from tailrace.jaxprs.marks import Tag, mark, path_name

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.internals import variables
 from tailrace.jaxprs.own_equations import reduction_in

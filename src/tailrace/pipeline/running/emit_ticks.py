@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.spans.scopes import STAGES, unit_scope
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import form_of, value_of
@@ -23,7 +24,6 @@ from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Job
 from tailrace.pipeline.running.in_place import Emitting, empty, once_if
 from tailrace.pipeline.running.value_lookup import Values
-from tailrace.spans.scopes import STAGES, unit_scope
 from tailrace.taps.frame import Block, Emissions
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import condense, is_collected

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import ProgramTrace, inside_loop, tracing

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
 

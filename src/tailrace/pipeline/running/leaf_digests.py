@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import REPLICA, STAGE
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.taps.bit_digests import WORDS, digest, total

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from tailrace.data.trees import Tree
+from tailrace.base.spans.scopes import STASH
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import REPLICA, STAGE
 from tailrace.jaxprs.control import as_scan
@@ -22,7 +23,6 @@ from tailrace.pipeline.running.value_lookup import from_device
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import Buffer
 from tailrace.program.running.placement import Placement
-from tailrace.spans.scopes import STASH
 from tailrace.taps.counted_loop import OnePass
 from tailrace.taps.frame import Block, Emissions, Emitted
 from tailrace.taps.loop_passes import Passes, skipping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import PipelineError
 from tailrace.pipeline.lowering.device_layout import Assembly

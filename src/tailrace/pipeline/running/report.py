@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.internals import nbytes, variables
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.stage import Who

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import available
 from tailrace.jaxprs.internals import value_of, variables
 from tailrace.jaxprs.marks import path_name

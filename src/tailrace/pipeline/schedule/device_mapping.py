@@ -10,8 +10,8 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from tailrace.base.messages import counted
 from tailrace.errors import PlanError
-from tailrace.messages import counted
 
 Placement = tuple[tuple[int, ...], ...]
 DeviceMapping = tuple[int | tuple[int, ...], ...]

@@ -17,7 +17,7 @@ import json
 import re
 from typing import Any, cast
 
-from tailrace.data.files import parse_json
+from tailrace.base.files import parse_json
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.device_mapping import is_group
 from tailrace.pipeline.schedule.planned_ticks import PlannedTicks

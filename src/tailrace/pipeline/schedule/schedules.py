@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.data.counts import member_named
+from tailrace.base.checks import member_named
 from tailrace.errors import PlanError
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.data.counts import member_named
+from tailrace.base.checks import member_named
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.costs import Costs, Times, costs_of
 from tailrace.pipeline.schedule.free_run import free_running

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tailrace.data.counts import check_number
+from tailrace.base.checks import check_number
 from tailrace.errors import PlanError
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
 from tailrace.pipeline.schedule.costs import is_list

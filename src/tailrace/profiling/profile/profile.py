@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.files import parse_json, read_bytes
-from tailrace.data.paths import in_words
+from tailrace.base.files import parse_json, read_bytes
+from tailrace.base.paths import in_words
 from tailrace.errors import RunError
 from tailrace.profiling.profile.measurement import Measurement, Row
 from tailrace.profiling.profile.pipeline_times import PipelineTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.profiling.profile.measurement import Measurement, Row
 from tailrace.profiling.profile.quantities import count_text, time_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.profiling.profile.measurement import Measurement
 
 _WIDTH, _HEIGHT, _HEAD = 900.0, 520.0, 16.0

@@ -83,7 +83,7 @@ def program_runs(operations: Iterable[Operation]) -> list[ProgramRun]:
 class DeviceProfiler:
     """Records operations on the devices during some executions.
 
-    It is called around each dispatch; see `tailrace.spans.recorder`.
+    It is called around each dispatch; see `tailrace.base.spans.recorder`.
 
     Args:
         executions: the number of executions; None for all.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tailrace.base.spans.scopes import STASH
 from tailrace.profiling.programs.hlo_text import Instruction
 from tailrace.profiling.programs.named_operations import NamedProgram
 from tailrace.profiling.programs.op_names import Phase
-from tailrace.spans.scopes import STASH
 
 _PASSES_ON = {"bitcast", "while", "optimization-barrier", "copy-done", "get-tuple-element", "tuple"}
 _RUNS_OTHERS = {"while", "conditional", "call"}

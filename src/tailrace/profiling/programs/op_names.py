@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tailrace.spans import scopes
+from tailrace.base.spans import scopes
 
 
 class Phase(StrEnum):

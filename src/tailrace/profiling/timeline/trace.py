@@ -8,10 +8,12 @@ import os
 from pathlib import Path
 from typing import IO
 
-from tailrace.data.counts import check_count
-from tailrace.data.paths import check_path
+from tailrace.base.checks import check_count
+from tailrace.base.messages import logger
+from tailrace.base.paths import check_path
+from tailrace.base.spans.recorder import Recorder
+from tailrace.base.spans.span import seconds_of_a_span
 from tailrace.errors import OptionError
-from tailrace.messages import logger
 from tailrace.profiling.programs.device_operations import (
     DeviceProfiler,
     ProgramRun,
@@ -19,8 +21,6 @@ from tailrace.profiling.programs.device_operations import (
 )
 from tailrace.profiling.timeline.perfetto_file import check_perfetto
 from tailrace.profiling.timeline.writing import Cost, write
-from tailrace.spans.recorder import Recorder
-from tailrace.spans.span import seconds_of_a_span
 
 VARIABLE = "TAILRACE_TRACE"
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
+from tailrace.base.spans.recorder import Ran, Recorder
 from tailrace.profiling.programs.device_operations import Operation, program_runs
 from tailrace.profiling.programs.named_operations import (
     CONTAINERS,
@@ -19,7 +20,6 @@ from tailrace.profiling.programs.named_operations import (
 from tailrace.profiling.programs.tick_times import TimedUnit, measured, planned
 from tailrace.profiling.timeline.perfetto_file import PerfettoFile
 from tailrace.profiling.timeline.thinning import Bar, thinned
-from tailrace.spans.recorder import Ran, Recorder
 
 _VALUES = 100_000
 """The most values of one counter; of more, every n-th is written."""

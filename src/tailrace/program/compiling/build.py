@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.counts import check_flag
+from tailrace.base.checks import check_flag
 from tailrace.errors import OptionError
 
 REWRITES = {

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 
 FILE = "autotune.textproto"
 """The file in a directory of checkpoints; XLA writes text for this ending."""

@@ -26,14 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import logger, note_once
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes
 from tailrace.jaxprs.marks import ambient
 from tailrace.jaxprs.stretches import Stretch, opened, results_of, run
 from tailrace.jaxprs.walk import acts_on_host
-from tailrace.messages import logger, note_once
 from tailrace.program.memory import host_memory, layer_loops
 from tailrace.program.memory.host_memory import PARTS, Moves
 from tailrace.program.memory.offload_segments import Segments, segments

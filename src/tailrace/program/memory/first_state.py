@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Atom, JaxprEqn
 from tailrace.jaxprs.stretches import bound, makers, run

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, ambient, mark

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import logger, note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import logger, note_once
 from tailrace.program.memory import host_memory
 from tailrace.program.memory.host_memory import Moves
 from tailrace.program.memory.sharded_state import LEAST, Shares

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.program.memory.host_memory import after_accumulation, in_parts

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from tailrace.base.spans.span import Execution, span
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var, compiler_options, kernels_of_any_size, separate_kernels
@@ -20,7 +21,6 @@ from tailrace.program.running.device_program import DeviceProgram
 from tailrace.program.running.element_intake import ElementIntake, put_back
 from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows
-from tailrace.spans.span import Execution, span
 from tailrace.taps.counted_loop import looks_between
 from tailrace.taps.frame import Emission
 

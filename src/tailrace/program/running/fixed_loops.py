@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from tailrace.base.messages import logger, note_once
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.messages import logger, note_once
 from tailrace.program.running.executable import Executable
 
 REPEATED = 2

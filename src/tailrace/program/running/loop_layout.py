@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.program.running.device_program import DeviceProgram, Piece
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement

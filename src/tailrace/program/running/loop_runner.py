@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.placed import CLOSED_OVER, check_placed
 from tailrace.feeds import dispatch_table

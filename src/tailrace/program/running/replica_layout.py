@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.internals import Var, value_of
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.device_program import Piece, SegmentProgram

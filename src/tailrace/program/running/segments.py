@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.boundaries import Boundaries, boundaries

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import io_callback
 
-from tailrace.data.trees import TreeDef
+from tailrace.base.trees import TreeDef
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.counts import check_count, member_named, member_of
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.checks import check_count, member_named, member_of
+from tailrace.base.spans.scopes import ACCUMULATION
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ElementError, OptionError
-from tailrace.spans.scopes import ACCUMULATION
 
 
 class Reduction(enum.StrEnum):

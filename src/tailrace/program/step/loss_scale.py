@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Var
-from tailrace.messages import note_once
 from tailrace.program.step.precision import wide_dtype
 
 NAME = "loss_scale"

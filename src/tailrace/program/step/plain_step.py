@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 
 _CHOICES = ("float32", "bfloat16", "float16")

@@ -11,9 +11,9 @@ from typing import Any, Protocol, cast
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.spans.scopes import OPTIMIZER
+from tailrace.base.trees import Tree
 from tailrace.program.step import loss_scale as scaling
-from tailrace.spans.scopes import OPTIMIZER
 
 
 class Optimizer(Protocol):

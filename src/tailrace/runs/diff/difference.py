@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
-from tailrace.messages import shown
+from tailrace.base.messages import shown
+from tailrace.base.trees import Tree
 from tailrace.records.record import Record
 
 ORDER = (

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
 from tailrace.errors import OptionError

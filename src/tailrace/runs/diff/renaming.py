@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from tailrace.base.messages import shown
 from tailrace.errors import OptionError
-from tailrace.messages import shown
 
 Names = Mapping[str, str] | Callable[[str], str]
 """New names by old ones: whole names, or what follows the kind in them; or a function of a name."""

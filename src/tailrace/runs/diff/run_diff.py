@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.array_like import DTypeLike
-from tailrace.data.counts import check_number
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.checks import check_number
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.records.history import History
 from tailrace.records.record import Record

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailrace.data.paths import in_words
+from tailrace.base.paths import in_words
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.float_formats import FORMATS
 

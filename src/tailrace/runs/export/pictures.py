@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tailrace.base.messages import counted, shown
 from tailrace.errors import OptionError, SelectionError
-from tailrace.messages import counted, shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.record import Record
 from tailrace.records.records import HasRecords, Records

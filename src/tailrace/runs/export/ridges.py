@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailrace.messages import shown
+from tailrace.base.messages import shown
 from tailrace.records.exponents import BIAS
 from tailrace.records.records import HasRecords, Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure

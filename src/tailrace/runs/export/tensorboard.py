@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from tailrace.data.counts import check_count
-from tailrace.data.paths import check_path, in_words
+from tailrace.base.checks import check_count
+from tailrace.base.paths import check_path, in_words
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.exponents import BIAS
 from tailrace.records.history import History

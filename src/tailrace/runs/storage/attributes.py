@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tailrace.data.files import json_checksum
+from tailrace.base.files import json_checksum
 
 CHECKSUM = "checksum"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.files import parse_json, read_bytes
+from tailrace.base.files import parse_json, read_bytes
 from tailrace.errors import RunError
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory

@@ -10,7 +10,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
-from tailrace.data.files import read_bytes, read_limit
+from tailrace.base.files import read_bytes, read_limit
 from tailrace.errors import RunError
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.files import read_head, too_large
+from tailrace.base.files import read_head, too_large
+from tailrace.base.messages import shown
 from tailrace.errors import RunError, TailraceError
-from tailrace.messages import shown
 from tailrace.records.record import Record, Source
 from tailrace.runs.storage.attributes import unsealed
 from tailrace.runs.storage.files import ZarrArray, ZarrGroup, build_tree, import_zarr, own_dtype

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.spans.device_times import ACTIVITIES
 from tailrace.records.fingerprints import CHAIN, GROUPS
 from tailrace.records.parts import PER_MICROBATCH, Part
 from tailrace.records.record import Record
@@ -15,7 +16,6 @@ from tailrace.records.sinks import Finished
 from tailrace.runs.storage.attributes import sealed, unsealed
 from tailrace.runs.storage.files import ZarrGroup, describe_tree
 from tailrace.runs.tables.columns import Columns
-from tailrace.spans.device_times import ACTIVITIES
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 COORDINATES = "step microbatch replica stage"

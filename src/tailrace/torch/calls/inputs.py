@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
-from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import dtype_on_device, is_resident, rows_of
 from tailrace.torch.calls.containers import (
     fields_beside,

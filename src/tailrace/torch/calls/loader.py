@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils import data as torch_data
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.spans.span import span
+from tailrace.base.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.feeds.background import Worker
 from tailrace.feeds.waiting import LOOK_S, Lasting, Patience
-from tailrace.messages import note_once
-from tailrace.spans.span import span
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import UsageError

@@ -7,7 +7,7 @@ import enum
 import os
 from typing import Any
 
-from tailrace.data.counts import check_count, check_seed
+from tailrace.base.checks import check_count, check_seed
 from tailrace.errors import OptionError, PlanError
 from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
 from tailrace.pipeline.schedule.schedules import PipelineSchedule

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.array_like import ShapeLike
+from tailrace.base.array_like import ShapeLike
 from tailrace.errors import OptionError
 from tailrace.records.parts import Part
 from tailrace.taps.catalogue import Select

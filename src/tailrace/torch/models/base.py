@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue, names_listed_by
 from tailrace.taps.tap import Every

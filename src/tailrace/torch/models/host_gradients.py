@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.shared_parameters import living_models
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.base.messages import note_once
 from tailrace.errors import ProgramError
-from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import logger
 from tailrace.errors import CheckpointError, DataExhausted, OptionError, RunError
-from tailrace.messages import logger
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 
 _DROPOUTS = (
     torch.nn.Dropout,

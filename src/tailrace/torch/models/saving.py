@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace._version import __version__
-from tailrace.data.files import open_regular, parse_json, read_limit, too_large, whole_file
-from tailrace.data.paths import in_words
+from tailrace.base.files import open_regular, parse_json, read_limit, too_large, whole_file
+from tailrace.base.messages import shown
+from tailrace.base.paths import in_words
 from tailrace.errors import RunError, TailraceError
-from tailrace.messages import shown
 
 _NOTE = "tailrace.json"
 _BITS = {"bfloat16": (np.uint16, jnp.bfloat16)}

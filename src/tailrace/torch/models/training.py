@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
-from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe

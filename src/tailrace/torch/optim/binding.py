@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB

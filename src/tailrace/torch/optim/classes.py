@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 
 
 class GroupNumbers(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 
 FACTOR = "lossScaleUpdateFactor"
 """The name of the factor among the parameters of a program."""

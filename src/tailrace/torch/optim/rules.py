@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 from tailrace.torch.optim import further_rules
 from tailrace.torch.optim.further_rules import correction, further_numbers, moments
 

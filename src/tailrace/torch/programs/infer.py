@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.loops import repeat_with, whole

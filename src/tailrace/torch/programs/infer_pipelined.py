@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import available
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, path_name
-from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardPipeline, ForwardRunner, stages_in
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.program.running.loop_runner import LoopRunner

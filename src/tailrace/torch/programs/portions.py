@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.spans.span import span, waiting_for
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.walk import BRANCH, WHILE, walk
 from tailrace.program.running.dispatch_lengths import good_piece, pieces
@@ -25,7 +26,6 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import start_copying
 from tailrace.program.tracing.tap_selection import Sight
-from tailrace.spans.span import span, waiting_for
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import Mode, StopOnNonfinite
 from tailrace.torch.calls.call_blocks import CallBlocks

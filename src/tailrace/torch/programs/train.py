@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, PlanError
 from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule

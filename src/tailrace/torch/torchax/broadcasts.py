@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.results import is_in_place, is_pointwise
 

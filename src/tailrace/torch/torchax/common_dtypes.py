@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import _prims_common as prims
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.results import as_wide, is_pointwise, plainly

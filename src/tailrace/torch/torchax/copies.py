@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.torch.tracing.watch import current_watch
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 
 
 class Env(contextlib.AbstractContextManager[Any], Protocol):

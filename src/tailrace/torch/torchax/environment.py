@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out

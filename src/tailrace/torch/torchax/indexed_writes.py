@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.array_like import Index, TensorLike
+from tailrace.base.array_like import Index, TensorLike
 from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.torchax.refused_dtypes import check_key, check_value
 from tailrace.torch.torchax.results import as_dtype, number_as

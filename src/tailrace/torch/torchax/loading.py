@@ -16,8 +16,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.data.array_like import TensorLike
-from tailrace.seams import Package, Seam
+from tailrace.base.array_like import TensorLike
+from tailrace.base.seams import Package, Seam
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.torchax.versions import check_installed, together
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import Index, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import Index, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.torchax.results import plainly
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as functional
 from torch.utils import _mode_utils as modes
 
-from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten, rebuild
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.torchax.results import plainly
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tailrace.data.counts import check_seed
+from tailrace.base.checks import check_seed
 from tailrace.torch.tracing.forward import weights_of
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 

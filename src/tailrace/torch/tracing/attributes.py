@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tailrace.base.messages import note_once
 from tailrace.errors import ProgramError
-from tailrace.messages import note_once
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.tracing.watch import Watch, is_traced
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.torch.calls.containers import flatten, rebuild
 
 _PRODUCTS = (

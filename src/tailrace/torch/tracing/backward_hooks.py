@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.torch.tracing.watch import Watch
 

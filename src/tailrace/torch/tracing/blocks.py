@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.watch import Watch, current_watch

@@ -20,8 +20,8 @@ import torch
 from torch.autograd import function as autograd
 from torch.utils import checkpoint
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import ClosedJaxpr
 from tailrace.jaxprs.stretches import bound, results_of, run

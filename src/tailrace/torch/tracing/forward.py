@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import torch
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.internals import Jaxpr
 from tailrace.jaxprs.marks import ProgramTrace, Tag, mark, tracing
-from tailrace.messages import note_once
 from tailrace.program.in_program import key
 from tailrace.torch.calls.arrays import array_of, tensor_of
 from tailrace.torch.calls.containers import rebuild

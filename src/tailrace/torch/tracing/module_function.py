@@ -20,8 +20,8 @@ import jax
 import torch
 from torch.nn.modules import transformer
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
 from tailrace.torch.torchax.env import Env

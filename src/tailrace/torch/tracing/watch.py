@@ -18,8 +18,8 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.env import Env

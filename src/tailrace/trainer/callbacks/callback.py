@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.spans.span import span
 from tailrace.errors import ProgramError
 from tailrace.records.history import History
-from tailrace.spans.span import span
 
 AnyTrainer = Any
 """The `tr.Trainer` that calls. Its file is above this one, so its class has no name here; a protocol in

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from tailrace.data.counts import check_count, check_flag
+from tailrace.base.checks import check_count, check_flag
 from tailrace.errors import OptionError
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.observation.monitoring import Monitor

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.data.paths import check_path, file_in_the_way
+from tailrace.base.paths import check_path, file_in_the_way
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.trainer.callbacks.callback import Callback, Execution
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tailrace.data.counts import check_count, check_number
+from tailrace.base.checks import check_count, check_number
+from tailrace.base.messages import logger
 from tailrace.errors import OptionError
-from tailrace.messages import logger
 from tailrace.records.scores import moving_scores
 from tailrace.trainer.callbacks.callback import Callback, Execution
 

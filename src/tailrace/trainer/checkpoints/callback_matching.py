@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 
 
 def classes_of(callbacks: Sequence[object]) -> list[str]:

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import re
 
-from tailrace.data.counts import check_count
-from tailrace.data.paths import is_path
+from tailrace.base.checks import check_count
+from tailrace.base.paths import is_path
 from tailrace.errors import OptionError
 from tailrace.trainer.observation.monitoring import Monitor
 

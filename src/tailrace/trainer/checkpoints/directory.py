@@ -24,9 +24,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.paths import file_in_the_way
+from tailrace.base.messages import listed, logger
+from tailrace.base.paths import file_in_the_way
 from tailrace.errors import CheckpointError, RunError
-from tailrace.messages import listed, logger
 from tailrace.runs.info import RUN_FILE, read_info
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock, DirectoryTaken

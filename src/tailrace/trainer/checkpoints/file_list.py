@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.files import check_description, json_checksum, open_regular, parse_json
+from tailrace.base.files import check_description, json_checksum, open_regular, parse_json
 from tailrace.errors import CheckpointError
 
 FILE = "files.json"

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tailrace.data.files import byte_limit, json_checksum, parse_json
+from tailrace.base.files import byte_limit, json_checksum, parse_json
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from tailrace.data.paths import remedy
+from tailrace.base.paths import remedy
 from tailrace.errors import CheckpointError, TailraceError
 from tailrace.trainer.checkpoints.file_list import damage_in
 

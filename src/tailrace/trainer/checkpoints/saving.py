@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.messages import counted, note_once
+from tailrace.base.spans.span import span
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.messages import counted, note_once
 from tailrace.program.compiling.kernel_choices import choices_in
 from tailrace.records.history import History
-from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.callback_matching import classes_of, states_of

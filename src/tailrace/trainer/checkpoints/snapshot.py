@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import listed
+from tailrace.base.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import listed
 from tailrace.records.history import History
 from tailrace.trainer.checkpoints.device_copies import DeviceCopy, copied
 from tailrace.trainer.checkpoints.long_arrays import HISTORY

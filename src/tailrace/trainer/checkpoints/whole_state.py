@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tailrace.data.paths import check_path
+from tailrace.base.paths import check_path
 from tailrace.errors import CheckpointError
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.directory import (

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from tailrace.base.messages import logger
+from tailrace.base.spans.span import span
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
 from tailrace.feeds.waiting import Lasting, Patience
-from tailrace.messages import logger
-from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory
 from tailrace.trainer.checkpoints.freed_memory import give_back

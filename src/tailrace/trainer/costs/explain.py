@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from tailrace.data.trees import Tree
-from tailrace.messages import counted, size_text
+from tailrace.base.messages import counted, size_text
+from tailrace.base.trees import Tree
 from tailrace.program.compiling.build import REWRITES
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tailrace.data.counts import check_count
-from tailrace.data.trees import Tree
+from tailrace.base.checks import check_count
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport

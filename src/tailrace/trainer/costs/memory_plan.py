@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import place_pipeline

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import jax
 
+from tailrace.base.messages import size_text
 from tailrace.errors import DeviceMemoryError
-from tailrace.messages import size_text
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement

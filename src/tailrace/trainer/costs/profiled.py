@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tailrace.data.counts import check_count
+from tailrace.base.checks import check_count
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import separate_kernels
 from tailrace.profiling.profile.measured import profile_of

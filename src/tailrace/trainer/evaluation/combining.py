@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 
 

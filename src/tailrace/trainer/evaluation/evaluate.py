@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree, TreeDef
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
-from tailrace.data.trees import Tree, TreeDef
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds import dispatch_table
@@ -22,7 +23,6 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.marks import current_trace, path_name
-from tailrace.messages import note_once
 from tailrace.program.compiling.build import Build
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import piece_within

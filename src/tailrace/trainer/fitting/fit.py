@@ -11,6 +11,8 @@ from functools import partial
 import jax
 import numpy as np
 
+from tailrace.base.messages import logger
+from tailrace.base.spans.span import span
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import (
@@ -21,12 +23,10 @@ from tailrace.errors import (
 )
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
-from tailrace.messages import logger
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
 from tailrace.program.step.accumulation import check_weights
-from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
     Callback,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tailrace.data.array_like import TensorLike
-from tailrace.data.counts import check_count
+from tailrace.base.array_like import TensorLike
+from tailrace.base.checks import check_count
 from tailrace.data.dataset import Dataset
 from tailrace.errors import DataError, OptionError
 

@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tailrace.data.counts import check_count
+from tailrace.base.checks import check_count
+from tailrace.base.messages import counted, size_text
 from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.feeds import dispatch_table
-from tailrace.messages import counted, size_text
 from tailrace.taps.tap import bytes_per_step, check_bytes
 from tailrace.trainer.engine import Engine
 

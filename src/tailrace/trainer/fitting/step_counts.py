@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tailrace.base.messages import note_once
 from tailrace.data.dataset import Dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted
-from tailrace.messages import note_once
 from tailrace.trainer.engine import Engine
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.checks import check_count
+from tailrace.base.messages import note_once
 from tailrace.data.adapters import as_dataset
-from tailrace.data.counts import check_count
 from tailrace.errors import DataError, DataExhausted, DataTimeout, OptionError
-from tailrace.messages import note_once
 from tailrace.trainer.fitting.fit_progress import Duration
 
 

@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import CheckpointError
 from tailrace.taps.tap import Observe, parse_taps
 from tailrace.trainer.checkpoints.snapshot import put_state

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tailrace.messages import counted
+from tailrace.base.messages import counted
 from tailrace.records.records import Record, Records
 
 SHOWN = 10

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from tailrace.base.messages import counted
 from tailrace.errors import CheckpointError
-from tailrace.messages import counted
 from tailrace.records.fingerprints import GROUPS
 from tailrace.records.history import History
 from tailrace.runs.info import RUN_FILE

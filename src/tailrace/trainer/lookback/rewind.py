@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.messages import logger
+from tailrace.base.messages import logger
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.engine import Engine

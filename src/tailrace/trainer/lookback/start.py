@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.paths import is_path
+from tailrace.base.messages import note_once
+from tailrace.base.paths import is_path
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, OptionError
-from tailrace.messages import note_once
 from tailrace.runs.info import RUN_FILE
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints import orbax_files

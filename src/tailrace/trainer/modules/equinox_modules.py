@@ -11,9 +11,9 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
-from tailrace.messages import note_once
 from tailrace.program.in_program import training
 from tailrace.trainer.modules import equinox_seams
 from tailrace.trainer.modules.binding import Binding

@@ -11,9 +11,9 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from tailrace.data.trees import Tree
+from tailrace.base.seams import Package, Seam
+from tailrace.base.trees import Tree
 from tailrace.jaxprs.marks import path_name
-from tailrace.seams import Package, Seam
 from tailrace.trainer.modules.scopes import module_scope
 
 PACKAGE = Package("Equinox", "equinox", eqx.__version__, newest="0.13.8")

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tailrace.data.trees import Tree
-from tailrace.seams import Package, Seam
+from tailrace.base.seams import Package, Seam
+from tailrace.base.trees import Tree
 from tailrace.trainer.modules.scopes import module_scope
 
 PACKAGE = Package("Flax", "flax", flax.__version__, newest="0.12.12")

@@ -18,7 +18,7 @@ import jax
 from flax import linen as nn
 from flax.core import FrozenDict, freeze, unfreeze
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.scopes import module_scope

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tailrace.data.trees import Tree
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import note_once
 from tailrace.program.in_program import key, training
 from tailrace.trainer.modules import flax_seams
 from tailrace.trainer.modules.binding import Binding

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.trainer.modules.binding import Binding
 
 

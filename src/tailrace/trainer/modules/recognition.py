@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.trainer.modules.binding import Binding, Plain

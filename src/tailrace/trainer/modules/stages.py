@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tailrace.data.trees import Tree
+from tailrace.base.trees import Tree
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.trainer.modules.binding import Binding, Function, Loss, Plain, is_pair
 

@@ -16,11 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.counts import is_whole
-from tailrace.data.files import json_checksum, open_regular, read_json
-from tailrace.data.paths import check_path
+from tailrace.base.checks import is_whole
+from tailrace.base.files import json_checksum, open_regular, read_json
+from tailrace.base.messages import logger
+from tailrace.base.paths import check_path
 from tailrace.errors import CheckpointError, MissingDependency, NonFiniteError
-from tailrace.messages import logger
 from tailrace.runs.info import versions
 from tailrace.trainer.checkpoints.orbax_files import checksum
 from tailrace.trainer.checkpoints.snapshot import Snapshot, state_arrays

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
+from tailrace.base.messages import logger
 from tailrace.errors import NonFiniteError
-from tailrace.messages import logger
 from tailrace.program.compiling.compilations import Compilation, listening
 from tailrace.records.history import History
 from tailrace.trainer.engine import Engine

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from tailrace.base.messages import counted, note_once
+from tailrace.base.spans.device_times import DeviceTimes
 from tailrace.devices.processes import distributed
-from tailrace.messages import counted, note_once
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.records.columns import ValueFile
 from tailrace.records.fingerprints import CHAIN
@@ -21,7 +22,6 @@ from tailrace.records.sinks import Finished, Sink, Validated
 from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
-from tailrace.spans.device_times import DeviceTimes
 from tailrace.trainer.executions import Results
 from tailrace.trainer.observation.logged_values import LoggedValues
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tailrace.data.counts import check_number
+from tailrace.base.checks import check_number
+from tailrace.base.messages import note_once
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 
 MODES = {"loss": "min", "accuracy": "max"}
 """What is better of the two values whose names decide it."""

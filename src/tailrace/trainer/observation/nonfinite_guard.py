@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import listed
 from tailrace.data.adapters import rows_read
 from tailrace.devices.processes.distributed import process_index
 from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.messages import listed
 from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState

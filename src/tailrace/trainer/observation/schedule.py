@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import note_once
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 
 BLOCK = 256
 """The number of steps that are computed at once: for one alone, the call is what takes time."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import CodeType
 from typing import Any
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 from tailrace.program.compiling.build import recorded_text
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from tailrace.base.messages import shown, size_text
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import shown, size_text
 from tailrace.records.html_table import html_table
 from tailrace.trainer.costs.explanation import state_bytes, tree_bytes
 from tailrace.trainer.engine import Engine

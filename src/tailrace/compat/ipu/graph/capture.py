@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph.capture_context import GradientCaptureContext, active
 from tailrace.compat.ipu.graph.gradients import GradientTape, watched_zero
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 class GradientCaptureTape(GradientTape, GradientCaptureContext):

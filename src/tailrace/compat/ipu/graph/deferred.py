@@ -10,12 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import Index
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import SessionLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.nests import map_leaves
-from tailrace.data.array_like import Index
-from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import is_tracing
 

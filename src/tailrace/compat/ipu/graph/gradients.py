@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.capture_context import active
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import programs_in

@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import prepared
 from tailrace.compat.ipu.graph.variables import Variable
-from tailrace.data.array_like import DTypeLike, TensorLike
 
 Store = dict[str, Variable]
 """The variables of a graph, by name."""

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import Operation as Operation
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 class ResultText(str):

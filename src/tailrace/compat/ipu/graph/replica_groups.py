@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.errors import InvalidArgumentError, IPUTypeError
 from tailrace.compat.ipu.graph.state import current
-from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.marks import current_trace
 from tailrace.jaxprs.replica_reductions import reduced_dtype
 from tailrace.program import in_program as engine

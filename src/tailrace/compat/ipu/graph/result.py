@@ -6,11 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.nests import leaves, map_leaves
-from tailrace.data.trees import Tree
 
 
 class Result:

@@ -20,9 +20,9 @@ from typing import Any
 
 from jax import lax
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import VariableLike
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 

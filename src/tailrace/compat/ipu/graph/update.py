@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Step, describing, evaluated
@@ -24,7 +25,6 @@ from tailrace.compat.ipu.graph.named_variables import slot, trainable_variables
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, kept, prepared, value_of
 from tailrace.compat.ipu.graph.variables import Variable
-from tailrace.data.array_like import TensorLike
 
 
 class Computed:

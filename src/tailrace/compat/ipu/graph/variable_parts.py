@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import Index, TensorLike
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call, describing
 from tailrace.compat.ipu.graph.state import value_of
-from tailrace.data.array_like import Index, TensorLike
 
 WRITES = {"assign": "set", "assign_add": "add", "assign_sub": "subtract"}
 """What a part of a variable can be asked for, and what JAX calls it."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, Index, TensorLike
 from tailrace.compat.arguments import SessionLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import (
@@ -23,7 +24,6 @@ from tailrace.compat.ipu.graph.deferred import (
 )
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variable_parts import add_methods, part
-from tailrace.data.array_like import DTypeLike, Index, TensorLike
 from tailrace.errors import ProgramError
 
 reads: list[Callable[[Any, Any], Any]] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import tailrace.keras as _tk
+from tailrace.base.array_like import DTypeLike
 from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike
 
 
 def GradientAccumulationOptimizer(

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 
 
 def barrier(

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.program import in_program as engine
 

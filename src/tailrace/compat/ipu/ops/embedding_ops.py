@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 def embedding_lookup(

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, kept, prepared
 from tailrace.compat.ipu.graph.variables import Variable, as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 from tailrace.records.print_tensor import print_tensor as engine_print
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 
 _DIMENSIONS = ("a_columns", "a_rows_b_columns", "b_rows")
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 
 
 def gelu(x: TensorLike, approximate: bool = True, name: str | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.gradient_accumulation import (
     GradientAccumulationReductionMethod as GradientAccumulationReductionMethod,
@@ -25,7 +26,6 @@ from tailrace.compat.ipu.pipelining.pipeline_options import (
 )
 from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.pipeline.lowering.forward_backward import (
     recomputation_checkpoint as engine_checkpoint,
 )

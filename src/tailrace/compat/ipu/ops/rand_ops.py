@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import ShapeLike, TensorLike
 from tailrace.compat.arguments import SeedLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.program.in_program import key
 
 

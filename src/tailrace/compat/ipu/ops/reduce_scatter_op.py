@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 from tailrace.program.in_program import replica
 
 _OPERATIONS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
@@ -18,7 +19,6 @@ from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import (
 )
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.program.in_program import cross_replica_sum
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import DTypeLike
+from tailrace.base.messages import note_once
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
@@ -16,9 +18,7 @@ from tailrace.compat.ipu.graph.variables import Variable
 from tailrace.compat.ipu.optimizers.cross_replica_optimizer import CrossReplicaOptimizer
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike
 from tailrace.jaxprs.marks import Tag, mark
-from tailrace.messages import note_once
 from tailrace.program.step.accumulation import Accumulation
 
 _Method = GradientAccumulationReductionMethod

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import FailedPreconditionError
 from tailrace.compat.ipu.graph.update import Optimizer, as_optimizer
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 
 
 class IpuOptimizer(Optimizer):

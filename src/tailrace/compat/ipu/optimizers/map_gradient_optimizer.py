@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.arguments import OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import value_of
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
 
 
 class MapGradientOptimizer(IpuOptimizer):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import tailrace as tr
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.seeding import seeding
@@ -26,7 +27,6 @@ from tailrace.compat.ipu.pipelining.stage_model import (
     summed,
     through_stages,
 )
-from tailrace.data.trees import Tree
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.pipeline.running.forward_step import forward_pass
 from tailrace.pipeline.running.pipeline_executable import PipelinePlacement

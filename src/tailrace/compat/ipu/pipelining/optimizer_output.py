@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.arguments import OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.update import as_optimizer, is_keras_optimizer
-from tailrace.data.array_like import TensorLike
 
 
 class OptimizerFunctionOutput:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tailrace import pipeline as planning
+from tailrace.base.messages import note_once
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
@@ -25,7 +26,6 @@ from tailrace.compat.ipu.loops import NeedsNumber, as_count
 from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.errors import PlanError
 from tailrace.jaxprs.internals import Tracer
-from tailrace.messages import note_once
 
 _Method = GradientAccumulationReductionMethod
 

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu import loops
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import arguments_of
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary

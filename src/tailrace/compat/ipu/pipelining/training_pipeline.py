@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tailrace as tr
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
@@ -44,8 +46,6 @@ from tailrace.compat.ipu.pipelining.stage_model import (
     summed,
     through_stages,
 )
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.trainer.engine import Engine
 

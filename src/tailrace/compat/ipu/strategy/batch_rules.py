@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tailrace.base.messages import logger, note_once
 from tailrace.errors import DataError, OptionError
 from tailrace.keras.data.batch_counts import Counts, too_few
-from tailrace.messages import logger, note_once
 
 
 def per_replica(steps: int | None, size: int | None, execution: int, replicas: int) -> Counts:

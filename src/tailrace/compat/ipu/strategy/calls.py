@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
-from tailrace.data.trees import Tree
 
 
 class Calls:

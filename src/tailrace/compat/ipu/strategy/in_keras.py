@@ -16,13 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.discovery import discover
 from tailrace.compat.ipu.graph.update import Computed, Optimizer, computed
 from tailrace.compat.ipu.strategy.calls import Calls
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.programs.variables import names_of

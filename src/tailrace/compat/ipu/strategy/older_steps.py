@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.state import Found, Scope, scope_of
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
-from tailrace.messages import note_once
 
 if TYPE_CHECKING:
     import keras

@@ -12,12 +12,12 @@ import keras
 
 import tailrace as tr
 import tailrace.keras as _tk  # noqa: F401  (selects the backend before Keras is imported)
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.base.messages import note_once
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import InitializerLike, SeedLike
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 
 _CHIP = (
     "available_memory_proportion_fwd",

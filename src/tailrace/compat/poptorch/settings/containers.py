@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tailrace.messages import note_once
+from tailrace.base.messages import note_once
 from tailrace.torch.errors import UsageError
 
 

@@ -16,11 +16,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from tailrace.base.files import parse_json, read_bytes
+from tailrace.base.paths import in_words
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings import locations, strategies
 from tailrace.compat.poptorch.settings.containers import OptionsDict
-from tailrace.data.files import parse_json, read_bytes
-from tailrace.data.paths import in_words
 from tailrace.errors import TailraceError
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tailrace.base.messages import note_once
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.settings.containers import OptionsDict, noted
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
 from tailrace.torch.errors import UsageError
 
 

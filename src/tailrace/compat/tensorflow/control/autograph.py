@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.user_lines import WRITTEN
 from tailrace.compat.tensorflow.control import loops
 from tailrace.compat.tensorflow.control.branches import branch, either
 from tailrace.compat.tensorflow.control.symbols import Symbols, is_device_value
-from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.internals import is_library
-from tailrace.messages import note_once
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _PLAIN = "tailrace_plain"  # the mark of functions that are left as they are

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.state import Scope, inside
 from tailrace.compat.tensorflow.arrays import TensorArray
@@ -19,7 +20,6 @@ from tailrace.compat.tensorflow.control.symbols import (
     split,
     zeros_of,
 )
-from tailrace.data.array_like import TensorLike
 
 
 def branch(

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu import loops
 from tailrace.compat.ipu.graph.state import kept
 from tailrace.compat.tensorflow.control.symbols import (
@@ -19,8 +21,6 @@ from tailrace.compat.tensorflow.control.symbols import (
     split,
     zeros_of,
 )
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.tensorflow.arrays import TensorArray
-from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 

@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.compat.arguments import Axes, VariableLike
 from tailrace.compat.tensorflow.namespaces import Namespace
 from tailrace.compat.tensorflow.operations.table import OPERATIONS
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 _SAME = (
     "abs cast constant cos cumsum equal exp eye gather greater greater_equal less less_equal "

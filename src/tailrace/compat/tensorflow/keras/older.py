@@ -12,13 +12,13 @@ from typing import Any
 
 import keras
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
 from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike
 from tailrace.compat.tensorflow.keras.backend_names import backend
 from tailrace.compat.tensorflow.keras.layer_calls import rewrite_calls
 from tailrace.compat.tensorflow.namespaces import Namespace
-from tailrace.data.array_like import TensorLike
 from tailrace.keras.keras_internals import hook
-from tailrace.messages import note_once
 
 
 def _module(path: str, *names: Any, **others: Any) -> Namespace:

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from keras import ops
 
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.tensorflow.dtypes import DType, as_dtype, narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
-from tailrace.data.array_like import DTypeLike, TensorLike
 
 
 @operation("cast")

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
 from tailrace.compat.nests import leaves, map_leaves
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.operations.table import operation
-from tailrace.data.array_like import TensorLike
-from tailrace.messages import note_once
 
 VALUES = [
     "equal",

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.array_like import DTypeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu import loops
 from tailrace.compat.ipu.graph.deferred import after
 from tailrace.compat.ipu.graph.state import current
@@ -19,8 +21,6 @@ from tailrace.compat.tensorflow.control.loops import Range
 from tailrace.compat.tensorflow.control.symbols import is_device_value, zeros_of
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.table import only, operation
-from tailrace.data.array_like import DTypeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.operations.table import operation
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 UNARY: dict[str, Any] = {
     "abs": ops.absolute,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from tailrace.base.array_like import DTypeLike, Index, TensorLike
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.dtypes import DType, narrowed
-from tailrace.data.array_like import DTypeLike, Index, TensorLike
 from tailrace.jaxprs.internals import Tracer
 
 OPERATIONS = frozenset(

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from keras import ops
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import only, operation
-from tailrace.data.array_like import TensorLike
 
 
 def _turned(a: TensorLike, transpose: bool, adjoint: bool) -> Any:

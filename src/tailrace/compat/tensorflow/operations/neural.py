@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from keras import ops
 
+from tailrace.base.array_like import ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import Axes, SeedLike
 from tailrace.compat.tensorflow.older_words import note_read
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.random_numbers import next_seed
 from tailrace.compat.tensorflow.operations.table import only, operation
-from tailrace.data.array_like import ShapeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {

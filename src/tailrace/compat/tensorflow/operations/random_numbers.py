@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.compat.arguments import SeedLike
 from tailrace.compat.ipu.graph.named_variables import set_initial_seed
 from tailrace.compat.ipu.graph.state import prepared
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.shapes import shape_of
 from tailrace.compat.tensorflow.operations.table import operation
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 _made: dict[str, Any] = {}
 # The seed of the first generator, which is made when it is first needed.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from keras import ops
 
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import only, operation
-from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
 

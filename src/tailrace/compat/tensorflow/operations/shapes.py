@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from keras import ops
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import Axes
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.tensorflow import host
@@ -19,8 +21,6 @@ from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.lengths import is_symbol, lengths_of
 from tailrace.compat.tensorflow.operations.table import only, operation
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.deferred import Operation, deferred_call, describing
 from tailrace.compat.ipu.graph.named_variables import get_variable, trainable_variables
 from tailrace.compat.ipu.graph.state import value_of
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 
 class ExponentialMovingAverage:

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.deferred import describing, running
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.tensorflow.operations.table import OPERATIONS, operation
-from tailrace.data.array_like import TensorLike
 
 
 def _decay(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

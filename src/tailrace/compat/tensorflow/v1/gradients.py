@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.deferred import Deferred, Feed, Step, evaluated, running
 from tailrace.compat.ipu.graph.gradients import gradients as gradients_of
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.operations.table import OPERATIONS
-from tailrace.data.array_like import TensorLike
 
 
 def gradients(

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+from tailrace.base.array_like import DTypeLike
 from tailrace.compat.arguments import SeedLike
-from tailrace.data.array_like import DTypeLike
 
 
 def random_normal_initializer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.compat.arguments import SeedLike
 from tailrace.compat.ipu.graph.named_variables import free_scope, get_variable, variable_scope
 from tailrace.compat.ipu.graph.state import kept
@@ -12,7 +13,6 @@ from tailrace.compat.tensorflow.operations import neural
 from tailrace.compat.tensorflow.operations.matrices import tensordot
 from tailrace.compat.tensorflow.operations.shapes import reshape, shape_of
 from tailrace.compat.tensorflow.operations.table import OPERATIONS
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.errors import OptionError
 
 Activation = Callable[[Any], Any] | None

@@ -7,13 +7,13 @@ from typing import Any
 
 from keras import ops
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.deferred import describing
 from tailrace.compat.tensorflow.namespaces import Namespace
 from tailrace.compat.tensorflow.operations import neural
 from tailrace.compat.tensorflow.operations.elementwise import add_n, tensor
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.compat.tensorflow.v1.collections_of_graphs import add_to_collection, get_collection
-from tailrace.data.array_like import TensorLike
 from tailrace.errors import OptionError
 
 LOSSES = "losses"

@@ -10,13 +10,13 @@ from typing import Any
 
 from keras import ops
 
+from tailrace.base.array_like import ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import Axes, SeedLike, VariableLike
 from tailrace.compat.ipu.graph.variable_parts import METHODS, put
 from tailrace.compat.tensorflow.operations import control_flow, neural, reductions, shapes
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import OPERATIONS, operation
-from tailrace.data.array_like import ShapeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tailrace.base.array_like import TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.ipu.graph.deferred import Feed, evaluated, running
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
-from tailrace.data.array_like import TensorLike
-from tailrace.data.trees import Tree
 
 
 class Optimizer(PlainOptimizer):

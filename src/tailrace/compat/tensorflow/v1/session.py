@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph import deferred
@@ -28,8 +30,6 @@ from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.nests import map_leaves
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.tensor_shape import TensorShape
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
-from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import is_tracing
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.base.array_like import TensorLike
 from tailrace.compat.ipu.graph.deferred import Deferred, deferred_call
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.v1.collections_of_graphs import add_to_collection, get_collection
-from tailrace.data.array_like import TensorLike
 
 
 def _summary(kind: str) -> Any:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.array_like import ShapeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.torch.torchax.ops.norms import vector_norm
 
 aten = torch.ops.aten

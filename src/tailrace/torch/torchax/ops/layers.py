@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import ShapeLike, TensorLike
-from tailrace.data.trees import Tree
+from tailrace.base.array_like import ShapeLike, TensorLike
+from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.tracing.watch import Watch
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 from tailrace.torch.tracing.watch import Watch
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.base.array_like import DTypeLike, TensorLike
 
 aten = torch.ops.aten
 

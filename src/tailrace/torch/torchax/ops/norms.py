@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax.ops.elementwise import absolute
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.base.array_like import ShapeLike, TensorLike
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.base.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax.env import Env
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 from tailrace.torch.torchax.results import plainly
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tailrace.data.array_like import TensorLike
+from tailrace.base.array_like import TensorLike
 
 aten = torch.ops.aten
 

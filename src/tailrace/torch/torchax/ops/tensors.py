@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import Index, TensorLike
+from tailrace.base.array_like import Index, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten
 from tailrace.torch.torchax.env import Env

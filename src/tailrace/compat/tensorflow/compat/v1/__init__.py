@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tailrace.base.array_like import TensorLike as _TensorLike
 from tailrace.compat import tensorflow as _tf
 from tailrace.compat.ipu.graph.deferred import describe_everywhere as _describe_everywhere
 from tailrace.compat.ipu.graph.named_variables import get_variable as get_variable
@@ -54,7 +55,6 @@ from tailrace.compat.tensorflow.v1.session import (
 )
 from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_default_graph
 from tailrace.compat.tensorflow.v1.session import variables_initializer as variables_initializer
-from tailrace.data.array_like import TensorLike as _TensorLike
 
 tables_initializer = local_variables_initializer
 # Switches of TensorFlow's own runtime.

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tailrace.base.messages import shown
 from tailrace.errors import OptionError, TailraceError
-from tailrace.messages import shown
 
 LIMIT = "TAILRACE_READ_LIMIT"
 """The environment variable that sets the limit, in bytes, or as `8GiB`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from tailrace.spans import recorder
+from tailrace.base.spans import recorder
 
 if TYPE_CHECKING:
     import jax

@@ -1,7 +1,7 @@
 """Names for what users give where an array, a dtype or a shape is expected.
 
 To a type checker these are `Any`: arrays, tracers, variables and numbers have no common class. To a
-reader they say what a parameter is. Trees of arrays are `tailrace.data.trees.Tree`.
+reader they say what a parameter is. Trees of arrays are `tailrace.base.trees.Tree`.
 """
 
 from typing import Any

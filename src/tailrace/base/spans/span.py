@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tailrace.base.spans import recorder
+from tailrace.base.spans.recorder import Listener, Ran, Recorder
 from tailrace.errors import OptionError
-from tailrace.spans import recorder
-from tailrace.spans.recorder import Listener, Ran, Recorder
 
 if TYPE_CHECKING:
     import jax
