@@ -73,6 +73,14 @@ def clock(monkeypatch, tmp_path):
     return made
 
 
+@pytest.fixture
+def heard_hangup():
+    """Who runs the tests may ignore SIGHUP, as `nohup` does, and a launcher then ignores it too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("sent", "received", "code"),
     [
@@ -83,6 +91,7 @@ def clock(monkeypatch, tmp_path):
         ("SIGINT SIGTERM", None, None),
     ],
 )
+@pytest.mark.usefixtures("heard_hangup")
 def test_a_signal_gives_the_time_of_a_save(run, clock, tmp_path, capfd, sent, received, code):
     clock.until = 100
 
