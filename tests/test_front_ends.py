@@ -16,6 +16,8 @@ import pytest
 
 import tailrace as tr
 
+pytestmark = pytest.mark.usefixtures("same_devices")  # IPU programs choose theirs
+
 STEPS, EACH, BAD, RATE = 15, 5, 7, 0.1
 X = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)

@@ -22,6 +22,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, assert_close
 
 FIRST = HERE / "first"
+pytestmark = pytest.mark.usefixtures("same_devices")  # IPU programs choose theirs
 LIBRARIES = {"keras": "keras", "ipu": "keras", "torch": "torch", "nnx": "flax"}
 
 

@@ -151,6 +151,7 @@ def has(what):
 
 
 REFUSED, NOTED = "refused", "noted"
+EXACT_EXTREMES = {"xla_cpu_enable_fast_min_max": False}
 
 # name, the trainer's options in the first start and in the second, what is said, and what is then so.
 TRAINER = [
@@ -236,6 +237,34 @@ TRAINER = [
         has(lambda t: len(t.records["grad/w"].steps) > 0),
     ),
     ("observe_bytes", {}, {"observe_bytes": 1 << 20}, None, same),
+    (
+        "rewrites",
+        {},
+        {"rewrites": {"convolutions": False}},
+        (NOTED, "build: rewrites boundaries, convolutions, .*build: rewrites boundaries[.]"),
+        has(lambda t: t.engine.built["rewrites"] == ["boundaries"]),
+    ),
+    (
+        "rewrites",
+        {"rewrites": {"convolutions": False}},
+        {},
+        None,
+        has(lambda t: t.engine.built["rewrites"] == ["boundaries"]),
+    ),
+    (
+        "compiler_options",
+        {},
+        {"compiler_options": EXACT_EXTREMES},
+        (NOTED, "build: .*; xla_cpu_enable_fast_min_max=False"),
+        has(lambda t: t.engine.built["options"] == EXACT_EXTREMES),
+    ),
+    (
+        "compiler_options",
+        {"compiler_options": EXACT_EXTREMES},
+        {},
+        None,
+        has(lambda t: t.engine.built["options"] == EXACT_EXTREMES),
+    ),
     (
         "eval_fn",
         {},

@@ -9,6 +9,7 @@ import tailrace as tr
 from killed_fits import Kill, Killed
 from tailrace.errors import OptionError
 from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import monitor_of
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(32, 2)
 ROWS = tr.batches(X, 8)
@@ -62,7 +63,8 @@ def best_in(directory):
 def test_a_name_decides_only_if_it_is_exactly_that(watch):
     for name, mode in DECIDED.items():
         found = watch(name)
-        assert (found.watched if hasattr(found, "watched") else found.monitor()).mode == mode, name
+        watched = found.watched if hasattr(found, "watched") else monitor_of(found)
+        assert watched.mode == mode, name
     for name in OPEN:
         with pytest.raises(OptionError, match=rf"must be said. Received: '{name}' without mode="):
             watch(name)

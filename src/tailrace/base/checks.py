@@ -2,22 +2,24 @@
 
 import difflib
 import enum
-from typing import TypeGuard, TypeVar, cast
-
-import numpy as np
+import math
+import numbers
+from typing import Any, TypeGuard, TypeVar, cast
 
 from tailrace.errors import DataError, OptionError, TailraceError
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
-def is_whole(value: object) -> TypeGuard[int | np.integer]:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is a whole number, Python's or numpy's, and no truth value.
 
+    >>> import numpy as np
     >>> is_whole(np.int64(3)), is_whole(True), is_whole(3.0)
     (True, False, False)
     """
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    # NumPy's are registered there; NumPy itself is not loaded for the help of a command.
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_count(
@@ -37,6 +39,7 @@ def check_count(
         error: the error class to raise.
         more: another allowed value, or what to change; it ends the sentence of the rule.
 
+    >>> import numpy as np
     >>> check_count("epochs", np.int64(2), at_least=1)
     2
     """
@@ -50,6 +53,7 @@ def check_count(
 def check_seed(seed: object) -> int:
     """The seed of random keys: a whole number, Python's or numpy's.
 
+    >>> import numpy as np
     >>> check_seed(np.uint32(7))
     7
     """
@@ -59,11 +63,16 @@ def check_seed(seed: object) -> int:
 def check_flag(name: str, value: object, *, error: type[TailraceError] = DataError) -> bool:
     """True or False, Python's or numpy's, or as 1 and 0; or an error that names it.
 
+    >>> import numpy as np
     >>> check_flag("shuffle", np.bool_(False))
     False
     """
     # 0 and 1 are flags too; any other number is more likely a misplaced count.
-    if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    import numpy as np
+
+    if isinstance(value, np.bool_):
         return bool(value)
     raise error(f"{name} is True or False. Received: {name}={value!r:.80}.")
 
@@ -85,16 +94,18 @@ def check_number(
         positive: whether the value must be larger than that.
         error: the error class to raise.
 
+    >>> import numpy as np
     >>> check_number("timeout_s", np.float32(2))
     2.0
     """
-    number = isinstance(value, (int, float, np.integer, np.floating))
     least = float("-inf") if at_least is None else at_least
-    if number and not isinstance(value, bool) and (value > least if positive else value >= least):
+    plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number: Any = value if plain else None
+    if plain and (number > least if positive else number >= least):
         # Python's integers have no limit: one of 400 digits is finite, but no float.
         try:
-            if np.isfinite(float(value)):
-                return float(value)
+            if math.isfinite(float(number)):
+                return float(number)
         except OverflowError:
             pass
     limit = f" greater than {least:g}" if positive else f" of at least {least:g}"

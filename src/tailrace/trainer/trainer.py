@@ -198,7 +198,8 @@ class Trainer(Measuring, LookingBack):
             self.engine.step_function,
             self.engine.placement,
             self.engine.seed,
-            lambda: self.engine.build,
+            # Not of `self`: its arrays would be freed by the garbage collector alone.
+            partial(getattr, self.engine, "build"),
         )
         eval_fn = check_eval_fn(eval_fn)
         self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)
