@@ -25,11 +25,7 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
         engine.runner,
         engine.loop_state,
         length,
-        parts={
-            "parameters": state.params,
-            "optimizer state": state.optimizer_state,
-            "model state": state.model_state,
-        },
+        parts=state.parts,
         keeping=engine.memory.keeping,
         decisions=engine.memory.all_decisions,
         effective_batch_size=batch,
@@ -49,6 +45,8 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
 def flops_of_update(engine: Engine) -> float:
     """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
+    if not jax.tree.leaves(state.params):  # it is inside the step, and counted there
+        return 0.0
     # Optimizers of front ends have `apply` in place of optax' `update`.
     name = "apply" if hasattr(optimizer, "apply") else "update"
     update = jax.jit(getattr(optimizer, name))
