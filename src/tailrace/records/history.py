@@ -26,7 +26,7 @@ LOGGED = (
 
 
 def leading(names: Iterable[str]) -> str:
-    """The metric that stands for the others: the loss, or else the first by name.
+    """The metric that stands for all: the loss, or else the first by name.
 
     It is shown while training runs, and has the shape that all metrics of a step have.
 
@@ -185,7 +185,7 @@ class History:
 
     @property
     def leading(self) -> str:
-        """The name of the loss, or of the metric that stands for it where a step has none."""
+        """The name of the loss, or of the metric in its place if a step has none."""
         return leading(self._columns)
 
     @property
@@ -288,7 +288,7 @@ def losses_of(history: History) -> np.ndarray:
 
 
 def one_of(values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The values of the metric that stands for the others."""
+    """The values of the leading metric."""
     return values[leading(values)]
 
 

@@ -124,8 +124,22 @@ def _guards(on_nonfinite: str | None) -> list[Any]:
         return []
     # A step that is skipped must be known to be bad by more than its metrics, which are mostly computed
     # before the update.
-    select = [_is_metric, *(["grad/*"] if on_nonfinite == "skip" else [])]
-    return [stop_on_nonfinite(select if on_nonfinite == "skip" else _is_guarded, on_nonfinite)]
+    select = [_is_metric, MarkedGradients()] if on_nonfinite == "skip" else _is_guarded
+    return [stop_on_nonfinite(select, on_nonfinite)]
+
+
+class MarkedGradients:
+    """The selection of what a step has marked as gradients, which there must be."""
+
+    unmatched = (
+        "on_nonfinite='skip' leaves out steps whose gradients are not finite. Received: a step of your "
+        "own that marks none. Mark them: grads = tr.mark(grads, 'grad/generator'); or guard the new "
+        "state: observe=[tr.stop_on_nonfinite('updated/*', on_nonfinite='skip')]."
+    )
+
+    def __call__(self, entry: Entry) -> bool:
+        """Whether a tensor is one."""
+        return entry.kind == "grad"
 
 
 def _is_metric(entry: Entry) -> bool:

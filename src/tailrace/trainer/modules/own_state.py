@@ -199,13 +199,11 @@ def another_structure(given: Tree, returned: Tree) -> ProgramError:
     known, found = _names(given), _names(returned)
     missing, new = sorted(set(known) - set(found)), sorted(set(found) - set(known))
     parts = [
-        f"{what} {listed(names, 5)}"
-        for what, names in (("missing", missing), ("new", new))
-        if names
+        f"{how} {listed(names, 5)}" for how, names in (("missing", missing), ("new", new)) if names
     ]
     # The same names, in other containers.
-    told = ", ".join(parts) or f"{jax.tree.structure(given)} became {jax.tree.structure(returned)}"
+    what = ", ".join(parts) or f"{jax.tree.structure(given)} became {jax.tree.structure(returned)}"
     return ProgramError(
-        f"A step returns its state in the structure that it got. Received: {told}. Return (state, "
+        f"A step returns its state in the structure that it got. Received: {what}. Return (state, "
         f"metrics) with the whole state, changed or not."
     )
