@@ -477,6 +477,7 @@ class Engine:
                     seed=self.seed,
                     microbatches=self.accumulation.microbatches,
                     digests=self.digests,
+                    trained=self.form.trained[0],
                 )
                 # Executions dispatched after the bad one went on from its state: they do not count.
                 self.step = ticket.first_step + ticket.steps
