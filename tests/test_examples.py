@@ -30,6 +30,15 @@ CASES = {
         r"elements_per_second.*bottleneck",
     ),
     "gpt.py": (["--steps", "20"], r"last fit: 20 steps.*test loss \d\.\d+ after 20 steps"),
+    "gan.py": (
+        ["--steps", "20"],
+        r"generator \d\.\d+, discriminator \d\.\d+.*pass for real: [01]\.\d+.*grad/d/dense0/b",
+    ),
+    "ppo.py": (["--steps", "10"], r"reward -\d\.\d+ at first.*greedy -\d.*grad/body, grad/heads"),
+    "dp_sgd.py": (
+        ["--steps", "20"],
+        r"loss 2\.\d+ at first, [01]\.\d+ at last.*clipped [01]\.\d+.*test accuracy 0\.[4-9]",
+    ),
     "convnet.py": (["--epochs", "1"], r"last fit: 80 steps.*test accuracy 0\.[4-9]"),
     "execution_traces.py": (
         ["--steps", "40", "--steps-per-execution", "20"],

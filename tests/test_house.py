@@ -579,6 +579,7 @@ CONTRACT = [
     "every",
     "infeed_benchmark",
     "key",
+    "mark",
     "microbatch",
     "observe",
     "open_run",

@@ -49,6 +49,7 @@ _HOMES = {
     "every": "taps.tap",
     "infeed_benchmark": "feeds.benchmark.measure",
     "key": "program.in_program",
+    "mark": "program.mark",
     "microbatch": "program.in_program",
     "observe": "program.observe",
     "on_spike": "trainer.callbacks.on_spike",

@@ -37,6 +37,7 @@ from tailrace.program.in_program import step as step
 from tailrace.program.in_program import training as training
 from tailrace.program.loops import repeat as repeat
 from tailrace.program.loops import while_loop as while_loop
+from tailrace.program.mark import mark as mark
 from tailrace.program.observe import observe as observe
 from tailrace.program.step.accumulation import Accumulation as Accumulation
 from tailrace.program.step.accumulation import Reduction as Reduction

@@ -48,6 +48,7 @@ class Tag:
         follow_gradient: whether to mark the gradient that flows back through the mark too.
         direction: `FORWARD`, `TANGENT` or `COTANGENT`; set by differentiation, not by the caller.
         site: the number of the call that made the mark, so that an error can name a lost one.
+        of_user: whether `tr.mark` made it: its name need not be the only one of its kind.
     """
 
     role: str
@@ -56,6 +57,7 @@ class Tag:
     follow_gradient: bool = False
     direction: str = FORWARD
     site: int = -1
+    of_user: bool = False
 
 
 mark_p = internals.define_marker(

@@ -11,7 +11,7 @@ from tailrace.page.followed import FollowedRun
 from tailrace.runs.tables.stored import StoredTable, describing
 from tailrace.taps.reductions import STATS
 
-FORWARD = ("input", "buffer", "param", "activation", "loss", "output", "aux")
+FORWARD = ("input", "buffer", "param", "state", "activation", "loss", "output", "aux")
 BACKWARD = ("cotangent", "grad")
 """Kinds of tensors that the forward and the backward of a stage compute or read."""
 

@@ -3,7 +3,8 @@
 In: a Python function, its feeds, and taps.
 Out: a device program, dispatched in pieces; its emissions, by key.
 
-    compile, loops, observe, in_program   the public functions
+    compile, loops, observe, mark         the public functions, with those of
+    in_program                            random keys, counters, reductions over replicas
     optimizers                            optax wrappers for hand-written loops
     tracing                               from a function to a checked jaxpr
     step                                  the training step

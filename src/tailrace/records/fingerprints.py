@@ -24,7 +24,8 @@ CHAIN = "chain"
 FIELDS = {
     "parameters": "params/",
     "optimizer": "optimizer_state/",
-    "model_state": "model_state/",
+    # A step of the user's own has one state, of which nobody knows what is what.
+    "model_state": ("model_state/", "state/"),
 }
 """The prefixes of the names of a training state's leaves, by group."""
 

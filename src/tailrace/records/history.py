@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,31 @@ from tailrace.base.messages import shown
 from tailrace.errors import SelectionError
 from tailrace.records.columns import Column, ValueFile
 from tailrace.records.fingerprints import FingerprintLog
+
+LOSS = "loss"
+
+LOGGED = (
+    "learning_rate",
+    "grad_norm",
+    "examples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "skipped",
+)
+"""Columns that no step computes, unless it calls its own so."""
+
+
+def leading(names: Iterable[str]) -> str:
+    """The metric that stands for all: the loss, or else the first by name.
+
+    It is shown while training runs, and has the shape that all metrics of a step have.
+
+    >>> leading(["accuracy", "loss"]), leading(["generator", "critic", "skipped"])
+    ('loss', 'critic')
+    """
+    found = sorted(names)
+    own = [name for name in found if name.split("/")[0] not in LOGGED]
+    return LOSS if LOSS in found or not found else (own or found)[0]
 
 
 class History:
@@ -106,10 +131,10 @@ class History:
         for name, value in values.items():
             self._column(name, before, value).append(value, self._file)
         for name in self._columns.keys() - values.keys():
-            self._columns[name].append(_missing(values["loss"]), self._file)
+            self._columns[name].append(_missing(one_of(values)), self._file)
         if weights is not None or self._weights is not None:
             # Without weights all counted alike.
-            one = np.ones_like(values["loss"], np.float64) if weights is None else weights
+            one = np.ones_like(one_of(values), np.float64) if weights is None else weights
             if self._weights is None:
                 self._weights = Column()
                 if before:
@@ -135,8 +160,8 @@ class History:
         if name not in self._columns:
             if name in self._validations:
                 raise SelectionError(f"{name!r} has one value per validation: history[{name!r}].")
-            # A fit of no steps has a history too: every history has a loss, if only an empty one.
-            if name == "loss":
+            # A fit of no steps has a history too: it has a loss, if only an empty one.
+            if name == "loss" and not self._columns:
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
             raise SelectionError(
                 f"No metric is called {name!r}. There are: {', '.join(map(shown, self.names))}."
@@ -157,6 +182,11 @@ class History:
     def loss(self) -> np.ndarray:
         """The loss of each step."""
         return self["loss"]
+
+    @property
+    def leading(self) -> str:
+        """The name of the loss, or of the metric in its place if a step has none."""
+        return leading(self._columns)
 
     @property
     def names(self) -> list[str]:
@@ -229,7 +259,7 @@ class History:
 
     def __len__(self) -> int:
         # Not by `each`, which reads all values.
-        return len(self._columns["loss"]) if "loss" in self._columns else 0
+        return len(self._columns[self.leading]) if self._columns else 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -250,6 +280,16 @@ class History:
         )
         head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
+
+
+def losses_of(history: History) -> np.ndarray:
+    """The loss of each step; empty if the step is the user's own and has none."""
+    return history.loss if history.leading == LOSS else np.zeros(0, np.float32)
+
+
+def one_of(values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The values of the leading metric."""
+    return values[leading(values)]
 
 
 def _missing(like: np.ndarray, steps: int | None = None) -> np.ndarray:

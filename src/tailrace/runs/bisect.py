@@ -129,7 +129,7 @@ def _first_step(first: Run, second: Run) -> tuple[int | None, str, int]:
 
 
 def _by_step(run: Run, name: str) -> dict[int, bytes]:
-    values = run.elements if name == "elements" else run.history.each("loss")
+    values = run.elements if name == "elements" else run.history.each(run.history.leading)
     if values is None:
         return {}
     steps = map(int, run.history.steps)

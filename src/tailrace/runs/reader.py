@@ -12,7 +12,7 @@ import numpy as np
 from tailrace.base.files import read_limit
 from tailrace.base.messages import shown
 from tailrace.errors import OptionError, RunError
-from tailrace.records.history import History
+from tailrace.records.history import History, one_of
 from tailrace.records.records import Records
 from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
@@ -171,14 +171,15 @@ class Run:
 
         names = [str(name) for name in unsealed(group.attrs)["names"]]
         arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
-        if "loss" not in arrays:
+        if not arrays:
             raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
-        if len({array.shape for array in arrays.values()}) > 1 or arrays["loss"].ndim != 3:
+        one = one_of(arrays)
+        if len({array.shape for array in arrays.values()}) > 1 or one.ndim != 3:
             raise ValueError("its arrays are not of one shape [step, microbatch, replica]")
         steps, weights = read("step"), read("weight") if self._has(group, "weight") else None
-        if steps.ndim != 1 or (weights is not None and weights.shape != arrays["loss"].shape):
+        if steps.ndim != 1 or (weights is not None and weights.shape != one.shape):
             raise ValueError("steps and weights do not fit the loss")
-        history = History(int(steps[0]), *arrays["loss"].shape[1:])
+        history = History(int(steps[0]), *one.shape[1:])
         history.add(arrays, weights, steps)
         history.add_validations(*read_validations(self.directory, self._root))
         return history

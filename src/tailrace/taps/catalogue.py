@@ -18,7 +18,7 @@ import numpy as np
 
 from tailrace.base.array_like import DTypeLike
 from tailrace.base.messages import shown
-from tailrace.errors import SelectionError
+from tailrace.errors import OptionError, SelectionError
 from tailrace.jaxprs.walk import Position
 
 Select: TypeAlias = (
@@ -90,6 +90,9 @@ class Catalogue(Sequence[Entry]):
         """The entries that match a selection; an error with the nearest names if none do."""
         chosen = [entry for entry in self._entries if matches(select, entry)]
         if not chosen:
+            # A selection of our own knows which option asked for it, and what to write instead.
+            if isinstance(said := getattr(select, "unmatched", None), str):
+                raise OptionError(said)
             raise SelectionError(self._unmatched(select))
         if isinstance(select, list | tuple | set):
             # Each part must match by itself: a misspelt name in a list would otherwise never be

@@ -5,6 +5,7 @@
     fitting (epochs, validation, signals) ─┴─▶ callbacks, checkpoints
 
     training_programs, held_state, collector   the parts of the engine
+    own_steps      a trainer of a step that the user wrote, and the options that it refuses
     costs          memory and time: planned, explained, measured
     observation    the journal, and what is written of a run
     lookback       steps that ran, run again

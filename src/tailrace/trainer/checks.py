@@ -21,6 +21,7 @@ from tailrace.program.memory.optimizer_state import is_tapped
 from tailrace.program.optimizers import AccumulationState
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
+from tailrace.program.step.own_step import StepFunction
 from tailrace.program.step.precision import Precision
 from tailrace.program.step.update_rule import Optimizer
 from tailrace.taps.tap import AnyTap, StopOnNonfinite
@@ -40,6 +41,9 @@ def check_model(
     """Check the model; returns the accumulation and the parameters (a pipeline's by stage)."""
     if not callable(loss_fn):
         raise OptionError(f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}.")
+    if isinstance(loss_fn, StepFunction):  # its state is a model's that changes itself
+        check_values("state", model_state)
+        return accumulation, None
     check_optimizer(optimizer)
     if pipeline is not None:
         check_pipeline(accumulation)

@@ -15,7 +15,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.step.loss_scale import NAME as SCALE
 from tailrace.program.step.loss_scale import LossScale, note_collapse
 from tailrace.program.tracing.tap_selection import Sight
-from tailrace.records.history import split_emission
+from tailrace.records.history import one_of, split_emission
 from tailrace.records.records import take_records
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import StopOnNonfinite
@@ -56,8 +56,7 @@ class Collector:
         """Loss and metrics by name, not waited for; empty if they were muted."""
         if self.scalars not in emitted:
             return {}
-        sent = self.sent(runner, emitted)
-        return {"loss": sent["loss"], **sent["aux"]}
+        return _scalars(self.sent(runner, emitted))
 
     def bad_step(self, ticket: Ticket, runner: LoopRunner) -> BadStep | None:
         """The step at which a guard stops an execution, if it does; waits for the execution."""
@@ -86,7 +85,7 @@ class Collector:
                 replicas=replicas,
                 period=sight.period,
             )
-        values = {"loss": sent["loss"], **sent["aux"]}
+        values = _scalars(sent)
         arrays = {name: self._split(v, replicas)[: ticket.steps] for name, v in values.items()}
         weights = sent["weight"]
         if weights is not None:
@@ -98,15 +97,15 @@ class Collector:
             # One flag a step, in the shape of the losses: all columns of a history have that shape, and
             # so it goes into checkpoints and run directories like any other.
             skipped = bad_steps(emitted, replicas)[:, None, None]
-            arrays[SKIPPED] = np.broadcast_to(skipped, arrays["loss"].shape)
+            arrays[SKIPPED] = np.broadcast_to(skipped, one_of(arrays).shape)
         marks, elements = {}, None
         if self.digests is not None and ticket.steps:
-            marks, elements = self.digests.of(ticket, arrays["loss"])
+            marks, elements = self.digests.of(ticket, one_of(arrays))
         # A step that is not finite is reported as such: the second run has the same one.
         if self.sentinel is not None and ticket.watch is not None:
             again = ticket.watch.emitted
-            losses = again and self._split(self.sent(runner, again)["loss"], replicas)
-            self.sentinel.check(ticket, marks, arrays["loss"], losses)
+            losses = again and self._split(one_of(_scalars(self.sent(runner, again))), replicas)
+            self.sentinel.check(ticket, marks, one_of(arrays), losses)
         failure = None
         # Last: steps that ran count, also where an outfeed cannot take what they sent.
         try:
@@ -129,3 +128,9 @@ class Collector:
     def _split(self, value: object, replicas: int) -> np.ndarray:
         """An emission as [steps, microbatches, replicas], on the host."""
         return split_emission(value, self.microbatches, replicas)
+
+
+def _scalars(sent: Any) -> dict[str, Any]:
+    """Loss and metrics by name; a step of the user's own may have no loss."""
+    loss = {"loss": sent["loss"]} if "loss" in sent else {}
+    return {**loss, **sent["aux"]}

@@ -41,6 +41,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
+from tailrace.program.step.own_step import OwnStep, StepFunction
 from tailrace.program.step.plain_step import PlainStep
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import Step
@@ -59,7 +60,7 @@ from tailrace.trainer.collector import Collector
 from tailrace.trainer.costs.memory_plan import placement_of, plan_memory
 from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_memory
 from tailrace.trainer.executions import Results, Ticket
-from tailrace.trainer.held_state import begin_state, leaves_of_replicas
+from tailrace.trainer.held_state import begin_own_state, begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
@@ -132,6 +133,7 @@ class Engine:
         # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
         placement, pipelined = placement_of(self.pipeline, replicas), self.pipeline is not None
+        own = isinstance(loss_fn, StepFunction)
         self._check_placed(params, model_state, placement)
         params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
@@ -149,7 +151,7 @@ class Engine:
             pipelined=pipelined,
         )
         keeping, share = self.memory.keeping, check_share(sentinel)
-        self.step_function: Step = (PipelineStep if pipelined else PlainStep)(
+        self.step_function: Step = (OwnStep if own else PipelineStep if pipelined else PlainStep)(
             loss_fn,
             optimizer,
             self.accumulation,
@@ -166,7 +168,11 @@ class Engine:
         )
         scaling = self.step_function.loss_scale
         values = (params, first, model_state, scaling.init() if scaling is not None else None)
-        self._state = begin_state(*values, placement, keeping, pipelined=pipelined)
+        self._state = (
+            begin_own_state(model_state, placement)
+            if own
+            else begin_state(*values, placement, keeping, pipelined=pipelined)
+        )
         self.form = self._state.form
         # One object for both: a sentinel compares the digests that fingerprints are made of.
         digests = StateDigests(self.form, keeping)
@@ -178,14 +184,15 @@ class Engine:
         """Refuse values that are sharded, or on other devices, which they would leave silently."""
         here = placement.devices if self.pipeline is None else available()
         check_placed("params", params, here)
-        check_placed("model_state", model_state, here)
+        check_placed("model_state" if len(jax.tree.leaves(params)) else "state", model_state, here)
 
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
         """What advances the state, and what reads the results."""
         step, taps = self.step_function, self.taps
         # Gradients exist only inside the step: unlike the state, they cannot be digested
         # afterwards. Not one of `self.taps`, which are the user's.
-        taps = taps if self.digests is None else [*taps, GradientDigest()]
+        if self.digests is not None and not isinstance(step, OwnStep):  # of that, none are known
+            taps = [*taps, GradientDigest()]
         pipelined = self.pipeline is not None
         each = leaves_of_replicas(self.form, step.shares, step.keeping, pipelined=pipelined)
         programs = TrainingPrograms(
@@ -204,7 +211,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._check_placed(state.params, state[1:], self.placement)
+        self._check_placed(state.params, state[1:] or state, self.placement)
         self.replace(dict(enumerate(jax.tree.leaves(state))))
 
     @property
@@ -262,7 +269,9 @@ class Engine:
         current program.
         """
         runner, feed = self._programs.find(dataset, timeout_s, epoch)
-        self._state.move_to(runner, () if self.pipeline is None else self.pipeline.inputs)
+        inputs = () if self.pipeline is None else self.pipeline.inputs
+        self._state.move_to(runner, inputs, self._programs.form)
+        self.form = self._programs.form
         # A guard runs a bad execution again up to its bad step, a sentinel all of it; where the program
         # computes no digests, they are taken of the elements on the device.
         apart = self.digests is not None and runner.closing is None
@@ -468,6 +477,7 @@ class Engine:
                     seed=self.seed,
                     microbatches=self.accumulation.microbatches,
                     digests=self.digests,
+                    trained=self.form.trained[0],
                 )
                 # Executions dispatched after the bad one went on from its state: they do not count.
                 self.step = ticket.first_step + ticket.steps

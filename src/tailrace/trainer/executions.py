@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace.errors import TailraceError
 from tailrace.program.running.loop_state import Origin
-from tailrace.records.history import step_means
+from tailrace.records.history import one_of, step_means
 from tailrace.records.parts import Part
 from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
@@ -75,8 +75,8 @@ class Results:
 
     @property
     def losses(self) -> np.ndarray:
-        """The loss of each step, as the history of a fit has it."""
-        return step_means(self.scalars["loss"], self.weights)
+        """The loss of each step, as the history of a fit has it, or the metric that stands for it."""
+        return step_means(one_of(self.scalars), self.weights)
 
     @property
     def records(self) -> Records:

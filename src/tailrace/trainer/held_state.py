@@ -8,7 +8,7 @@ memory), and the tree is dropped: the state exists once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.loss_scale import ScaleState
-from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.train_state import OwnState, TrainState
 from tailrace.trainer.costs.memory_plan import on_host
 
 
@@ -71,13 +71,19 @@ class HeldState:
             return state
         return state._replace(optimizer_state=self._keeping.whole(state.optimizer_state, placement))
 
-    def move_to(self, runner: LoopRunner, inputs: Sequence[Any]) -> None:
-        """Let a program hold the state from now on; `inputs` are a pipeline's."""
+    def move_to(self, runner: LoopRunner, inputs: Sequence[Any], form: TrainState) -> None:
+        """Let a program hold the state from now on.
+
+        Args:
+            runner: the program.
+            inputs: those of a pipeline.
+            form: the shapes of the state in the program, which may have made numbers wider.
+        """
         if self._active is None or self._active[0] is not runner:
             # Copied into the new program's buffers before the old ones are dropped: for a moment both
             # exist.
-            self._active = (runner, runner.begin(self.held, inputs))
-            self._tree = None
+            self._active = (runner, runner.begin(jax.tree.map(_widened, self.held, form), inputs))
+            self._tree, self.form = None, form
         else:
             runner.read(self._active[1], inputs)
 
@@ -146,6 +152,12 @@ def begin_state(
     return HeldState(start, TrainState(forms[0], held, *forms[1:]), keeping)
 
 
+def begin_own_state(state: Tree, placement: Placement) -> HeldState:
+    """The state of a step of the user's own, copied to where it is held."""
+    form: Any = OwnState(jax.eval_shape(lambda: state))
+    return HeldState(cast(Any, OwnState(jax.tree.map(placement.own, state))), form, None)
+
+
 def leaves_of_replicas(
     form: TrainState,
     shares: Callable[[str], bool],
@@ -162,7 +174,7 @@ def leaves_of_replicas(
         pipelined: whether the model is a pipeline.
     """
     each = [
-        path[0].name == "model_state" and not shares(path_name(path[1:]))
+        path[0].name in ("model_state", "state") and not shares(path_name(path[1:]))
         for path, _ in jax.tree_util.tree_flatten_with_path(form)[0]
     ]
     # Shards are one array over all devices, except in a pipeline: there the mesh has stages as well,
@@ -172,6 +184,10 @@ def leaves_of_replicas(
         for place, shared in enumerate(keeping.shared, start=first):
             each[place] |= shared
     return each
+
+
+def _widened(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+    return value if value.dtype == form.dtype else value.astype(form.dtype)
 
 
 def _merged(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from tailrace.errors import OptionError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -16,11 +18,12 @@ _arguments: dict[str, list[str]] = {}
 """The arguments of each method that suggests."""
 
 
-def suggesting(called: str) -> Callable[[Method], Method]:
+def suggesting(called: str, instead: Mapping[str, str] | None = None) -> Callable[[Method], Method]:
     """Make the TypeError of an unknown keyword say what may have been meant.
 
     Args:
         called: the name of the method in messages.
+        instead: options of a related method that this one refuses, with what to write instead.
 
     >>> @suggesting("train")
     ... def train(*, epochs=1): ...
@@ -35,6 +38,11 @@ def suggesting(called: str) -> Callable[[Method], Method]:
         @functools.wraps(method)
         def checked(*args: Any, **options: Any) -> Any:
             for name in options:
+                if instead is not None and name in instead:
+                    raise OptionError(
+                        f"{called} has no {name}=. Received: {name}={options[name]!r:.60}. "
+                        f"{instead[name]}"
+                    )
                 if name not in known:
                     raise TypeError(
                         f"{called}() got an unexpected keyword argument {name!r}. "

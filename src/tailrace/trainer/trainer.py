@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from tailrace.base.checks import check_count, check_flag
 from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
+from tailrace.data.no_data import or_no_data
 from tailrace.devices.processes import distributed
 from tailrace.errors import OptionError
 from tailrace.feeds.waiting import Patience
@@ -29,7 +30,6 @@ from tailrace.program.compiling.build import Build, Option
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
-from tailrace.program.step.training_step import TrainState
 from tailrace.program.step.update_rule import Optimizer
 from tailrace.records.history import History
 from tailrace.records.records import Records
@@ -56,9 +56,11 @@ from tailrace.trainer.fitting.pace import parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.lookback.methods import LookingBack
+from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
+from tailrace.trainer.own_steps import REFUSED, bind_state, check_evaluates, engine_of_step
 from tailrace.trainer.showing.look import trainer_html, trainer_text
 from tailrace.trainer.suggestions import suggesting
 
@@ -169,6 +171,7 @@ class Trainer(Measuring, LookingBack):
     ) -> None:
         # The engine knows trees of arrays and functions of them; whatever else was given is bound
         # to these.
+        self._bound: Binding
         self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.config, logged = check_config(config), parse_log(log)
         self.engine = Engine(
@@ -190,6 +193,17 @@ class Trainer(Measuring, LookingBack):
             sentinel=sentinel,
             build=Build.of(rewrites, compiler_options),
         )
+        self._surround(logged, steps_per_execution, observe_bytes, run_dir, eval_fn)
+
+    def _surround(
+        self,
+        logged: dict[str, Any],
+        steps_per_execution: int | str,
+        observe_bytes: int,
+        run_dir: str | os.PathLike[str] | None,
+        eval_fn: Callable[..., Any] | None,
+    ) -> None:
+        """What is around the engine, whatever kind of step it runs."""
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine), timed=True)
         most = check_count("observe_bytes", observe_bytes, at_least=0, error=OptionError)
         self._fits = Fits(self.engine, self._journal, parse_steps(steps_per_execution), most)
@@ -204,22 +218,113 @@ class Trainer(Measuring, LookingBack):
         eval_fn = check_eval_fn(eval_fn)
         self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)
 
+    @classmethod
+    @suggesting("tr.Trainer.from_step", REFUSED)
+    def from_step(
+        cls,
+        step_fn: Callable[..., Any],
+        state: Tree,
+        *,
+        eval_fn: Callable[..., Any] | None = None,
+        steps_per_execution: int | str = "auto",
+        replicas: int | None = 1,
+        replica_state: str | Callable[[str], str] | None = None,
+        seed: int = 0,
+        observe: Observe = (),
+        observe_bytes: int = MOST_BYTES,
+        fingerprint: bool = False,
+        sentinel: float | None = None,
+        on_nonfinite: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        log: Log = (),
+        config: Mapping[str, Any] | None = None,
+        rewrites: Mapping[str, bool] | None = None,
+        compiler_options: Mapping[str, Option] | None = None,
+    ) -> Trainer:
+        """A trainer of a step of your own: several optimizers, an environment in the step, anything.
+
+        Everything around a step is as for any trainer. `trainer.state` is the state, in your form.
+
+        Args:
+            step_fn: `step_fn(state, *batch)` returns `(state, metrics)`. Scalar metrics are the
+                history, by name; a single scalar is the loss.
+            state: what steps carry: any tree of arrays and numbers, with modules of Flax NNX and
+                Equinox, optax states and random keys in it. It is copied, and keeps its structure,
+                shapes and dtypes.
+            eval_fn: `eval_fn(state, *batch)` for `evaluate` and validation.
+            replicas: as for `tr.Trainer`. The step combines what replicas computed, with
+                `tr.cross_replica_mean` of its gradients; state that would drift apart is refused.
+            replica_state: "each": every replica has its own state, and leaves of `trainer.state` have a
+                leading replica dim; or a function of a leaf's name that returns "each" or None.
+            on_nonfinite: "stop" at metrics and marked gradients (`tr.mark(grads, "grad/...")`) that are
+                not finite; "skip" such steps, if gradients are marked.
+            steps_per_execution: like all others, as for `tr.Trainer`.
+            seed: likewise.
+            observe: likewise; what is there is in `trainer.tensors(example)`.
+            observe_bytes: likewise.
+            fingerprint: likewise; the state's is `model_state`.
+            sentinel: likewise.
+            run_dir: likewise.
+            log: likewise, except for "grad_norm".
+            config: likewise.
+            rewrites: likewise.
+            compiler_options: likewise.
+
+        Raises:
+            OptionError: an option has a value it may not have, or needs the gradients of the step.
+            ProgramError: the state is not a tree of arrays.
+            ReplicaError: there are not enough devices for the replicas.
+            RunError: `run_dir` holds a run already, or cannot be written.
+
+        Example:
+            >>> import jax, numpy as np, optax, tailrace as tr
+            >>> optimizer = optax.adam(0.1)
+            >>> def step(state, x):
+            ...     loss, grads = jax.value_and_grad(lambda w: ((w - x) ** 2).mean())(state["w"])
+            ...     updates, opt = optimizer.update(grads, state["opt"])
+            ...     return {"w": optax.apply_updates(state["w"], updates), "opt": opt}, {"loss": loss}
+            >>> state = {"w": np.float32(0), "opt": optimizer.init(np.float32(0))}
+            >>> trainer = tr.Trainer.from_step(step, state)
+            >>> history = trainer.fit([np.ones(4, np.float32)] * 50, progress=False)
+            >>> round(float(trainer.state["w"]), 1), len(history.loss)
+            (1.0, 50)
+        """
+        trainer = cls.__new__(cls)
+        trainer._bound = bound = bind_state(state)
+        trainer.config, logged = check_config(config), parse_log(log)
+        trainer.engine = engine_of_step(
+            step_fn,
+            bound,
+            observe=observe,
+            logged=logged,
+            on_nonfinite=on_nonfinite,
+            replicas=replicas,
+            replica_state=replica_state,
+            seed=seed,
+            fingerprint=check_fingerprint(fingerprint),
+            sentinel=sentinel,
+            rewrites=rewrites,
+            compiler_options=compiler_options,
+        )
+        trainer._surround(logged, steps_per_execution, observe_bytes, run_dir, eval_fn)
+        return trainer
+
     # -- state ----------------------------------------------------------------------------------
 
     @property
-    def state(self) -> TrainState:
-        """Copies of parameters, optimizer state and model state.
+    def state(self) -> Any:
+        """Copies of parameters, optimizer state and model state; of a step of your own, its state.
 
         Set it to change any of them, also in a callback; structure, shapes and dtypes stay. Another
         thread than that of a running fit may not.
         """
         with self._fits.reading():
-            return self.engine.copied(self.engine.state)
+            return self._bound.shown_whole(self.engine.copied(self.engine.state))
 
     @state.setter
-    def state(self, state: TrainState) -> None:
+    def state(self, state: Any) -> None:
         self._fits.check_thread("a state that is set")
-        self.engine.state = check_state(self.engine.state, state)
+        self.engine.state = check_state(self.engine.state, self._bound.held_whole(state))
 
     @property
     def params(self) -> Any:
@@ -356,7 +461,8 @@ class Trainer(Measuring, LookingBack):
         """Train.
 
         Args:
-            dataset: the training data; see `tr.InfeedQueue`.
+            dataset: the training data; see `tr.InfeedQueue`. None, with `steps`, if the loss function
+                needs none: `loss_fn(params)`.
             steps: the exact number of steps, which take steps x microbatches x replicas
                 elements. The dataset is not restarted.
             epochs: the number of passes over the dataset; 1 if neither is given. Elements at the end
@@ -396,10 +502,12 @@ class Trainer(Measuring, LookingBack):
                 progress = check_flag("progress", progress, error=OptionError)
             if inputs is not None:
                 self.set_inputs(inputs)
-            source = as_dataset(dataset)
+            source = as_dataset(dataset := or_no_data(dataset))
             duration.check_ends(source)
             evaluate = partial(self.evaluate, timeout_s=timeout_s)
             validation = Validation(validation_data, validation_every, evaluate)
+            if validation.has_data:
+                check_evaluates(engine, self._eval_fn)
             call = FitCall(
                 dataset,
                 duration,
@@ -484,6 +592,7 @@ class Trainer(Measuring, LookingBack):
         """
         # A function of another kind may take other batches, and has its own mean.
         weighted, fn = fn is None, self._eval_fn if fn is None else self._bound.function(fn)
+        check_evaluates(self.engine, fn)
         with self._fits.reading():
             read = self.engine.read()
             return self._evaluator.evaluate(dataset, fn, read, combine, timeout_s, weighted)

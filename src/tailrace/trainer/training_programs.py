@@ -50,6 +50,7 @@ class TrainingPrograms:
     Attributes:
         placement: the devices.
         each: for each leaf of the state, whether it differs per replica.
+        form: the shapes of the state, as the latest program has them.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TrainingPrograms:
         build: Build,
     ) -> None:
         self.placement, self.each, self._build = placement, each, build
-        self._step, self._form = step, form
+        self._step, self.form = step, form
         self._taps, self._digests, self._sentinel = taps, digests, sentinel
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -160,8 +161,10 @@ class TrainingPrograms:
         def train(state: TrainState, _: object) -> TrainState:
             return step.loop(state, infeed)
 
-        with listing_activations() as found:
-            traced = trace_program(train, (self._form, ()), self.placement.replicas)
+        form = step.settled(self.form, infeed, self.placement.replicas)
+        with listing_activations() as listed:
+            traced = trace_program(train, (form, ()), self.placement.replicas)
+        found = step.listed(traced, listed)
         # Only the program of a pipeline knows the stage of a tensor. Without one, looking at an
         # example traces the tapped step alone: elements that are not trained on need no program.
         if not isinstance(self._step, PipelineStep):
@@ -170,12 +173,14 @@ class TrainingPrograms:
         return look(traced, everything, found, runner.stage_of).catalogue
 
     def _traced(self, spec: ElementSpec, feed: Feed) -> LoopRunner:
-        first = len(jax.tree.leaves(self._form.params))
-        with listing_activations() as found:
-            runner = self._step.runner(self._form, feed, self.placement, self.each, first)
+        first = len(jax.tree.leaves(self.form.params))
+        self.form = self._step.settled(self.form, feed, self.placement.replicas)
+        with listing_activations() as listed:
+            runner = self._step.runner(self.form, feed, self.placement, self.each, first)
         runner.build = self._build
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # a pipeline's is known once its stages are
+        found = self._step.listed(runner.traced, listed) if self._taps else listed
         with names_listed_by("trainer.tensors(example)"):
             self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
         self._sight_of[runner.infeeds[0]] = self._sights[spec]

@@ -8,7 +8,7 @@ import numpy as np
 
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.summary import number
-from tailrace.records.history import History
+from tailrace.records.history import History, losses_of
 
 FEWEST = 50
 """The fewest steps, or executions, for a finding."""
@@ -21,7 +21,7 @@ PARTS = 20
 
 def course_findings(history: History, speed: np.ndarray) -> Iterator[Finding]:
     """Findings about loss and speed."""
-    loss = history.loss
+    loss = losses_of(history)
     loss = loss[np.isfinite(loss)]
     if len(loss) >= FEWEST:
         yield from _loss(history, loss)

@@ -11,7 +11,7 @@ from tailrace.base.messages import counted, shown
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.layer_order import made_first
 from tailrace.page.layers import LayerMap
-from tailrace.records.history import History
+from tailrace.records.history import History, losses_of
 
 MOST_REPORTS = 5
 
@@ -29,7 +29,7 @@ def nonfinite_findings(
     for report in reports[-MOST_REPORTS:]:
         yield Finding(Severity.BAD, "not finite", shown(report["text"]), step=report["step"])
     yield from _tensors(bad)
-    loss = history.loss
+    loss = losses_of(history)
     lost = np.flatnonzero(~np.isfinite(loss))
     if len(lost):
         first = history.first_step + int(lost[0])

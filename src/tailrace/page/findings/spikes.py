@@ -11,6 +11,7 @@ from tailrace.base.messages import listed
 from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number
+from tailrace.records.history import losses_of
 from tailrace.records.scores import SPIKE_LEAST, SPIKE_SCORE, SPIKE_WINDOW, moving_scores
 
 MOST_STEPS = 100_000
@@ -21,7 +22,9 @@ MOST_LISTED = 5
 def spike_findings(followed: FollowedRun) -> Iterator[Finding]:
     """A finding that names the steps of spikes."""
     run = followed.readable()
-    steps, loss = run.history.steps, run.history.loss
+    steps, loss = run.history.steps, losses_of(run.history)
+    if not len(loss):  # a step of the user's own need not have one
+        return
     good = np.isfinite(loss)  # NaN and Inf have a finding of their own
     steps, loss = steps[good], loss[good].astype(np.float64)
     fits = run.executions.get("fit", np.zeros(0, np.int64))

@@ -7,7 +7,7 @@ import { number, percent, whole } from "./numbers.js";
 
 export const title = "Layers";
 
-const KINDS = ["grad", "activation", "cotangent", "param", "update", "updated", "accumulated", "reduced", "optimizer"];
+const KINDS = ["grad", "activation", "cotangent", "param", "state", "update", "updated", "accumulated", "reduced", "optimizer"];
 
 export function open(main, page) {
   const measure = el("select", { "aria-label": "Measure" });

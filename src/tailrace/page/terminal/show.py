@@ -38,8 +38,9 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Renderab
                 _table(numbers(followed), width),
             ]
             if len(history):
-                parts.append(Text("\nloss", style="bold"))
-                parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
+                lead = history.leading
+                parts.append(Text(f"\n{shown(lead)}", style="bold"))
+                parts.append(Text("\n".join(chart(history.steps, history[lead], min(width, 100)))))
             parts += [Text("\nfindings", style="bold"), _findings(followed)]
             if not brief and (rows := time_rows(followed)):
                 parts += [Text(f"\n{TIME.lower()}", style="bold"), _table(rows, width)]

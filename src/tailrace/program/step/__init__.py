@@ -5,11 +5,12 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
 
     training_step     what every step does once: reduction over replicas, update, names
     plain_step        microbatches of a model that is differentiated as a whole
+    own_step          a step that the user wrote, of which nothing else is known
     accumulation      how the gradients of microbatches become one
     update_rule       the update, by optax or by an optimizer of another library
     loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
 
-Rules: pure functions of arrays; placement is decided elsewhere. There are two kinds of `Step`:
-`PlainStep`, and `PipelineStep` in `pipeline/lowering`, the same step in stages, which must compute the
-same numbers. Only `finish` changes parameters and optimizer state.
+Rules: pure functions of arrays; placement is decided elsewhere. There are three kinds of `Step`:
+`PlainStep`; `PipelineStep` in `pipeline/lowering`, the same step in stages, which must compute the
+same numbers; and `OwnStep`. Of the first two only `finish` changes parameters and optimizer state.
 """

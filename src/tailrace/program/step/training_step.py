@@ -44,6 +44,7 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import Optimizer, apply_rule
+from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
 
@@ -144,6 +145,16 @@ class Step(ABC):
     @abstractmethod
     def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The state for dispatches of such a runner."""
+
+    # -- what a step of the user's own does otherwise -------------------------------------------
+
+    def settled(self, form: Any, infeed: Feed, replicas: int) -> Any:
+        """The form of the state in a program on elements of `infeed`: the one that it has."""
+        return form
+
+    def listed(self, traced: Traced, found: Sequence[Entry]) -> Sequence[Entry]:
+        """The activations of a traced step: those that were found and marked before the gradient."""
+        return found
 
     @abstractmethod
     def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from tailrace.errors import SelectionError
@@ -57,10 +58,16 @@ def look(
     """
     places = {place.position: place for place in walk(traced.jaxpr.eqns)}
     entries: dict[str, Entry] = {}
+    marked: list[Entry] = []
     for place in places.values():
-        entry = _entry(place)
-        if entry is not None:
+        entry, tag = _entry(place), tag_of(place)
+        if entry is not None and tag is not None and tag.of_user:
+            marked.append(entry)
+        elif entry is not None:
             entries.setdefault(entry.name, entry)
+    for entry in marked:  # last: a name of the step's own stays what it is
+        name = _free(entry.name, entries)
+        entries[name] = dataclasses.replace(entry, name=name)
     listed = _once([entries.pop(e.name, e) for e in named])
     # A selected tensor without a mark does not exist in the program: a gradient that never flows.
     absent = Catalogue(
@@ -144,6 +151,13 @@ def _entry(place: Place) -> Entry | None:
         position=place.position,
         stage=stages[-1] if stages else -1,
     )
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    """The name, or with the number of its next use, as a scope has it that is called again."""
+    if name not in taken:
+        return name
+    return next(other for n in itertools.count(1) if (other := f"{name}#{n}") not in taken)
 
 
 def _once(entries: Sequence[Entry]) -> list[Entry]:

@@ -14,7 +14,7 @@ from tailrace.base.trees import Tree
 from tailrace.records.record import Record
 
 ORDER = (
-    *("input", "param", "buffer", "activation", "loss", "output", "aux", "cotangent"),
+    *("input", "param", "state", "buffer", "activation", "loss", "output", "aux", "cotangent"),
     *("grad", "accumulated", "reduced", "optimizer", "update", "updated", "history"),
 )
 """The order in which a step computes its tensors, by kind: the first to differ is nearest the cause."""

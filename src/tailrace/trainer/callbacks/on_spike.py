@@ -74,6 +74,11 @@ class OnSpike(Callback):
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """Look at the loss of each step."""
         # On the host: losses come to it anyway, and it is idle while the next execution runs.
+        if "loss" not in execution.values:
+            raise OptionError(
+                f"tr.on_spike watches the loss. Received: a step of your own with the metrics "
+                f"{', '.join(map(repr, execution.values))}. Call the one to watch 'loss'."
+            )
         losses = [float(loss) for loss in execution.values["loss"]]
         most = self._window.maxlen or len(self._window)
         scores = moving_scores(losses, self._window, most, self._least)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.base.trees import Tree
+from tailrace.data.no_data import NO_DATA
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -18,18 +19,14 @@ from tailrace.trainer.engine import Engine
 
 def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     """The cost of training on elements like `example`, with `length` steps per execution."""
-    feed = engine.use([example])
+    feed = engine.use(NO_DATA if example is None else [example])
     state, count = engine.state, engine.accumulation.microbatches
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
     explanation = explain(
         engine.runner,
         engine.loop_state,
         length,
-        parts={
-            "parameters": state.params,
-            "optimizer state": state.optimizer_state,
-            "model state": state.model_state,
-        },
+        parts=state.parts,
         keeping=engine.memory.keeping,
         decisions=engine.memory.all_decisions,
         effective_batch_size=batch,
@@ -49,6 +46,8 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
 def flops_of_update(engine: Engine) -> float:
     """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
+    if not jax.tree.leaves(state.params):  # it is inside the step, and counted there
+        return 0.0
     # Optimizers of front ends have `apply` in place of optax' `update`.
     name = "apply" if hasattr(optimizer, "apply") else "update"
     update = jax.jit(getattr(optimizer, name))

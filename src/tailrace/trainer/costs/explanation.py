@@ -133,12 +133,8 @@ def state_bytes(form: TrainState, keeping: StateKeeping | None) -> dict[str, int
         form: the shapes of the state.
         keeping: how optimizer state is held; None for replicated on the devices.
     """
-    held = tree_bytes(form.optimizer_state) if keeping is None else keeping.device_bytes
-    return {
-        "parameters": tree_bytes(form.params),
-        "optimizer state": held,
-        "model state": tree_bytes(form.model_state),
-    }
+    sizes = {name: tree_bytes(tree) for name, tree in form.parts.items()}
+    return sizes if keeping is None else {**sizes, "optimizer state": keeping.device_bytes}
 
 
 def tree_bytes(tree: Tree) -> int:

@@ -101,6 +101,7 @@ def _owner_of(engine: Engine) -> Callable[[Instruction], str]:
         "params": "parameters",
         "optimizer_state": "optimizer state",
         "model_state": "model state",
+        "state": "state",
         "loss_scale": "loss scale",
     }
 

@@ -27,6 +27,7 @@ from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.result_packing import MOST_BYTES, start_copying
 from tailrace.program.step.accumulation import check_weights
+from tailrace.records.history import leading, one_of
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
     Callback,
@@ -338,7 +339,7 @@ class Fit:
                 notify(self.callbacks, self.trainer, execution, self.reported)
             finally:
                 self.reported = None
-        self.bar.advance(results.steps, results.scalars["loss"])
+        self.bar.advance(results.steps, one_of(results.scalars), leading(results.scalars))
 
     def _check(self, results: Results) -> None:
         """Raise the error of an execution, if it has one: its steps are recorded, and sent."""

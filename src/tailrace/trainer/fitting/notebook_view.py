@@ -48,6 +48,7 @@ class NotebookView(ProgressView):
         self._display = display
         self._handle: Handle | None = None
         self._losses: list[float] = []
+        self._name = "loss"
         self._began = self._drawn = 0.0
         self._before = done
 
@@ -56,8 +57,9 @@ class NotebookView(ProgressView):
         self._handle = self._display(self, display_id=True)
         return self
 
-    def advance(self, steps: int, losses: np.ndarray) -> None:
+    def advance(self, steps: int, losses: np.ndarray, name: str = "loss") -> None:
         """More steps are done, with these losses, one row per step; the last loss is shown."""
+        self._name = name
         self._done += steps
         self._losses.append(float(losses[-1].mean()))
         # Each update goes to the browser: executions of milliseconds would keep it busy.
@@ -83,7 +85,7 @@ class NotebookView(ProgressView):
         of = f" of {self._total:,}" if self._total is not None else ""
         parts = [f"{self._done:,}{of} steps", f"{speed:,.0f} steps/s"]
         if self._losses:
-            parts.append(f"loss {self._losses[-1]:.4g}")
+            parts.append(f"{self._name} {self._losses[-1]:.4g}")
         if self._batch:
             parts.append(f"effective batch {self._batch:,}")
         share = self._done / self._total if self._total else 0.0

@@ -18,8 +18,11 @@ class ProgressView(ABC):
         """Begin to show it."""
 
     @abstractmethod
-    def advance(self, steps: int, losses: np.ndarray) -> None:
-        """More steps are done, with these losses, one row per step; the last loss is shown."""
+    def advance(self, steps: int, losses: np.ndarray, name: str = "loss") -> None:
+        """More steps are done, with these losses, one row per step; the last loss is shown.
+
+        A step without a loss has another metric in its place, with its `name`.
+        """
 
     @abstractmethod
     def compiling(self, text: str) -> None:
@@ -81,14 +84,17 @@ class ProgressBar(ProgressView):
             self._bar.start()
         return self
 
-    def advance(self, steps: int, losses: np.ndarray) -> None:
-        """More steps are done, with these losses, one row per step; the last loss is shown."""
+    def advance(self, steps: int, losses: np.ndarray, name: str = "loss") -> None:
+        """More steps are done, with these losses, one row per step; the last loss is shown.
+
+        A step without a loss has another metric in its place, with its `name`.
+        """
         if self._bar is not None:
             # rich's estimate from the last 30 s. A mean since the start would count compiling in.
             speed = self._bar.tasks[self._task].speed
             rate = f"{speed:,.0f} steps/s" if speed else ""
             self._bar.update(
-                self._task, advance=steps, rate=rate, loss=f"loss {losses[-1].mean():.4f}"
+                self._task, advance=steps, rate=rate, loss=f"{name} {losses[-1].mean():.4f}"
             )
 
     def compiling(self, text: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
-from tailrace.records.history import step_means
+from tailrace.records.history import leading, one_of, step_means
 from tailrace.trainer.executions import SKIPPED, Results
 from tailrace.trainer.lookback.outcome import Difference, Replay
 from tailrace.trainer.lookback.recorded import (
@@ -57,7 +57,7 @@ class Comparison:
 
     def take(self, results: Results, tapped: bool = False) -> None:
         """Take in one dispatch; `tapped` if taps observed it."""
-        losses, first = results.scalars["loss"], results.first_step
+        losses, first = one_of(results.scalars), results.first_step
         for row, found in enumerate(losses):
             was = self._recorded.losses.get(first + row)
             if was is None:
@@ -79,13 +79,14 @@ class Comparison:
         tapped: bool,
     ) -> None:
         """Compare the loss and all other scalars of a step."""
-        was, found = {"loss": loss, **self._recorded.scalars(step)}, {"loss": again, **others}
+        lead = self._recorded.leading
+        was, found = {lead: loss, **self._recorded.scalars(step)}, {lead: again, **others}
         for name in dict.fromkeys((*was, *found)):
             if name not in was or name not in found:
                 self._miss(step, name, was, found)
             elif _equal(was[name], found[name]):
                 self.compared.append(name)
-            elif tapped and name != "loss":
+            elif tapped and name != lead:
                 self.in_doubt.append(_of_scalar(step, name, was, found))
             else:
                 self.compared.append(name)
@@ -139,7 +140,8 @@ class Comparison:
 
 def _others(results: Results, row: int) -> dict[str, np.ndarray]:
     """All scalars of a step but the loss: [microbatches, replicas] by name."""
-    found = {name: values[row] for name, values in results.scalars.items() if name != "loss"}
+    lead = leading(results.scalars)
+    found = {name: values[row] for name, values in results.scalars.items() if name != lead}
     return with_weights(found, None if results.weights is None else results.weights[row])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tailrace.base.messages import counted
 from tailrace.errors import CheckpointError
 from tailrace.records.fingerprints import GROUPS
-from tailrace.records.history import History
+from tailrace.records.history import LOSS, History
 from tailrace.runs.info import RUN_FILE
 from tailrace.runs.reader import Run, open_run
 from tailrace.runs.writer import RunWriter
@@ -31,6 +31,7 @@ class Recorded:
 
     Attributes:
         losses: those of all microbatches and replicas of a step, in order, by step.
+        leading: the metric that stands for the loss; "loss" if there is one.
         executions: fingerprints by (first step, steps).
         rows: where the other scalars of a step are: columns by name, and the row in them.
     """
@@ -38,13 +39,15 @@ class Recorded:
     losses: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     executions: dict[tuple[int, int], Mapping[str, int]] = dataclasses.field(default_factory=dict)
     rows: dict[int, tuple[Mapping[str, np.ndarray], int]] = dataclasses.field(default_factory=dict)
+    leading: str = LOSS
 
     def add_history(self, history: History) -> Recorded:
         """Take in a history, as a fit or a checkpoint has it."""
         if len(history):
-            columns = {name: history.each(name) for name in history.step_names if name != "loss"}
+            self.leading = lead = history.leading
+            columns = {name: history.each(name) for name in history.step_names if name != lead}
             columns = with_weights(columns, history.weights)
-            self._add_steps(history.steps, history.each("loss"), columns)
+            self._add_steps(history.steps, history.each(lead), columns)
         self._add(history.fingerprints)
         return self
 
@@ -189,8 +192,8 @@ def with_later_history(
         except orbax_files.DamagedCheckpoint:
             continue  # an earlier one may know the step too
         if first <= step:
-            losses = arrays.get(f"{HISTORY}each/loss")
-            if losses is not None and len(losses):
-                _check_elements(losses[0].size, parts, directory)
+            each = [a for name, a in arrays.items() if name.startswith(f"{HISTORY}each/")]
+            if each and len(each[0]):
+                _check_elements(each[0][0].size, parts, directory)
             return recorded.add_history(history_of(arrays, first, *parts))
     return recorded

@@ -254,10 +254,12 @@ def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engi
     return twin
 
 
-def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
+def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray | float:
     # The values of the checkpoint replace it; only shape and dtype matter.
     if is_key(form):
         return jax.random.split(jax.random.key(0, impl=key_generator(form.dtype)), form.shape)
+    if form.weak_type and form.shape == ():  # a number of Python stays one: the step may widen it
+        return np.zeros((), form.dtype).item()
     return np.zeros(form.shape, form.dtype)
 
 

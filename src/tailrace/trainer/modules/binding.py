@@ -64,6 +64,14 @@ class Binding(abc.ABC):
         """The model state in the user's form."""
         return state
 
+    def shown_whole(self, state: Any) -> Any:
+        """The training state, as `trainer.state` has it."""
+        return state
+
+    def held_whole(self, state: Any) -> Any:
+        """The training state, from what `trainer.state` is set to."""
+        return state
+
     def check(self, opened: tuple[Any, ...], params: Tree) -> None:
         """Check the module after a call."""
         return None

@@ -24,6 +24,7 @@ from tailrace.devices.peaks import PEAKS, peak_of
 from tailrace.errors import OptionError
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
+from tailrace.records.history import one_of
 from tailrace.records.parts import Part
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.reductions import norm
@@ -39,6 +40,9 @@ RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
     "tokens_per_second",
     "mfu",
 )
+
+IN_STATE = "hyperparams/learning_rate"
+"""The end of the path of a rate in the state of `optax.inject_hyperparams`."""
 
 Log = Iterable[str] | Mapping[str, Any]
 
@@ -86,7 +90,8 @@ def taps_of(asked: Mapping[str, Any]) -> list[Tap]:
 
 
 def _is_rate(entry: Entry) -> bool:
-    return entry.kind == "optimizer" and entry.name.endswith("hyperparams/learning_rate")
+    # Of a step of the user's own the state as it leaves: with the rates that the step has used.
+    return entry.kind in ("optimizer", "updated") and entry.name.endswith(IN_STATE)
 
 
 def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -138,7 +143,7 @@ class LoggedValues:
         # Taken out of the records: users asked for a column of the history, not for a tap.
         own = {part.kind for part in results.parts if part.kind.startswith("log:")}
         values = self._of_taps([part for part in results.parts if part.kind in own])
-        shape = results.scalars["loss"].shape
+        shape = one_of(results.scalars).shape
         if self._schedule is not None:
             values[RATE] = self._schedule.values(results.first_step, shape[0])
         rates = self._rates(results.steps / seconds)
@@ -219,8 +224,10 @@ def _tokens(leaves: Iterable[Any]) -> int:
 
 
 def _has_rate(engine: Engine) -> bool:
-    paths = jax.tree_util.tree_flatten_with_path(engine.form.optimizer_state)[0]
-    return any(path_name(path).endswith("hyperparams/learning_rate") for path, _ in paths)
+    form = engine.form
+    held = form.optimizer_state if jax.tree.leaves(form.params) else form
+    paths = jax.tree_util.tree_flatten_with_path(held)[0]
+    return any(path_name(path).endswith(IN_STATE) for path, _ in paths)
 
 
 def _distinct_parts(names: list[str]) -> dict[str, str]:

@@ -84,6 +84,7 @@ def stopped(
     seed: int,
     microbatches: int,
     digests: StateDigests | None,
+    trained: str = "parameters",
 ) -> tuple[Ticket, NonFiniteError]:
     """Go back to the state before a bad step; the execution of the steps before it, and the failure.
 
@@ -95,6 +96,7 @@ def stopped(
         seed: the seed of random keys.
         microbatches: the number of microbatches per step.
         digests: computes fingerprints, if they were requested.
+        trained: what is trained, in words.
     """
     kept, origin, feed = bad.step, ticket.origin, runner.infeeds[0]
     assert origin is not None
@@ -116,6 +118,7 @@ def stopped(
         seed=seed,
         microbatches=microbatches,
         reading=ticket.reading,
+        trained=trained,
     )
     # For the error: the rows of the bad step alone, of all its microbatches and local replicas.
     per_step = microbatches * runner.placement.local_replicas
@@ -161,9 +164,12 @@ def diagnose(
     seed: int,
     microbatches: int,
     reading: tuple[int, int, int] | None = None,
+    trained: str = "parameters",
 ) -> NonFiniteError:
     """Replay the bad step from the elements kept on the host; the error that describes it."""
     step, replica, names = bad
+    are = "parameters are those" if trained == "parameters" else f"{trained} is that"
+    as_before = f"The {are} before that step."
     replicas, local = runner.placement.replicas, runner.placement.local_replicas
     # The elements of a replica are on the host of the process that feeds it.
     owner = replica // local
@@ -172,8 +178,7 @@ def diagnose(
     if owner != process_index():
         error = NonFiniteError(
             f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "
-            f"Process {owner}, which computes that replica, says which operation it was. The "
-            f"parameters are those before that step."
+            f"Process {owner}, which computes that replica, says which operation it was. {as_before}"
         )
         error.step = first_step + step
         return error
@@ -206,9 +211,7 @@ def diagnose(
         numbered = culprit.dataset_row >= 0
         without = f": dataset.without([{culprit.dataset_row}])" if numbered else ""
         advice = f"Correct the data, or leave that row out{without}."
-    error = NonFiniteError(
-        f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
-    )
+    error = NonFiniteError(f"Not finite in {which}: {shown}.{why} {as_before} {advice}")
     error.step, error.culprit = number, culprit
     return error
 
@@ -220,11 +223,12 @@ def _not_made(bad: Sequence[str], state: Sequence[Any]) -> tuple[str, str]:
         bad: the tensors of the step that are not finite, in program order.
         state: the state before the step.
     """
-    held = [name for name in dict.fromkeys(bad) if name.startswith("param/")]
+    held = [name for name in dict.fromkeys(bad) if name.startswith(("param/", "state/"))]
     if held or not all(map(_is_finite, state)):
         which = "The state of the optimizer or model"
         if held:
-            which = f"The parameters ({listed([*map(repr, held)])})"
+            what = "parameters" if held[0].startswith("param/") else "values of the state"
+            which = f"The {what} ({listed([*map(repr, held)])})"
         return (
             f" {which} held it before the step: an earlier update made it, or it was there from the "
             f"start.",

@@ -27,7 +27,7 @@ def trainer_html(engine: Engine, history: History, records: Records) -> str:
     if len(history):
         parts.append(history._repr_html_())
     summary = summarise(engine)._repr_html_()
-    parts.append(f"<details><summary>parameters</summary>{summary}</details>")
+    parts.append(f"<details><summary>{engine.form.trained[0]}</summary>{summary}</details>")
     if engine.plan is not None:
         parts.append(f"<details><summary>plan</summary>{engine.plan._repr_html_()}</details>")
     return "".join(parts)
@@ -39,7 +39,8 @@ def trainer_facts(engine: Engine, records: Records) -> list[tuple[str, str]]:
     summary = summarise(engine)
     fn = engine.step_function.loss_fn
     facts = [("", getattr(fn, "__name__", type(fn).__name__))]
-    facts.append(("parameters", f"{summary.parameters:,}"))
+    counted = summary.what if summary.what == "parameters" else f"numbers of {summary.what}"
+    facts.append((counted, f"{summary.parameters:,}"))
     facts.append(("steps done", f"{engine.step:,}"))
     if engine.accumulation.microbatches > 1:
         facts.append(("microbatches", str(engine.accumulation.microbatches)))

@@ -27,7 +27,7 @@ def optimizer_text(optimizer: object) -> str:
     # Only for people, and for a note about another optimizer: nothing is decided by this text.
     update = getattr(optimizer, "update", None)
     if not callable(update) or not hasattr(update, "__code__"):
-        return type(optimizer).__name__
+        return getattr(optimizer, "in_words", type(optimizer).__name__)
     if (injected := _injected(getattr(optimizer, "init", None), update)) is not None:
         return injected
     return ", ".join(_parts(update, [])[:MOST]) or "nothing"

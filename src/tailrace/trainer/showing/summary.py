@@ -19,6 +19,9 @@ from tailrace.trainer.showing.optimizer_text import optimizer_text
 MOST_ROWS = 40
 """Scopes that are listed; deeper ones are summed up where there are more."""
 
+_COUNTED = {"parameters": "parameters", "state": "arrays"}
+"""What there is in a scope, by what is trained."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -48,6 +51,7 @@ class Summary:
         flops_per_step: floating-point operations of the matrix products and convolutions of a step,
             over all microbatches and replicas; None before the form of a batch is known.
         optimizer: the optimizer in words.
+        what: what the parts are of: "parameters", or the "state" of a step of your own.
     """
 
     parts: tuple[Part, ...]
@@ -55,6 +59,7 @@ class Summary:
     memory: Mapping[str, int]
     flops_per_step: float | None
     optimizer: str
+    what: str = "parameters"
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -73,8 +78,8 @@ class Summary:
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [(p.name, f"{p.count:,}", size_text(p.nbytes), p.form) for p in self.parts]
-        whole = ("all", f"{self.parameters:,}", size_text(self.memory["parameters"]), "")
-        return [("parameters", "numbers", "memory", "form"), *rows, whole]
+        whole = ("all", f"{self.parameters:,}", size_text(self.memory[self.what]), "")
+        return [(self.what, "numbers", "memory", "form"), *rows, whole]
 
     def _sentences(self) -> list[str]:
         rest = [f"{name} {size_text(n)}" for name, n in self.memory.items() if n]
@@ -91,17 +96,21 @@ class Summary:
 def summarise(engine: Engine) -> Summary:
     """What an engine trains; with FLOPs if it has a program."""
     form = engine.form
-    leaves = jax.tree_util.tree_flatten_with_path(form.params)[0]
-    named = [(path_name(path) or "params", leaf) for path, leaf in leaves]
+    what, trained = form.trained
+    leaves = jax.tree_util.tree_flatten_with_path(trained)[0]
+    alone = "params" if what == "parameters" else what
+    named = [(path_name(path) or alone, leaf) for path, leaf in leaves]
     memory = state_bytes(form, engine.memory.keeping)
     flops = None
     if engine.has_program:
         flops = model_flops(engine.runner.traced.jaxpr.eqns) * engine.placement.replicas
     count = sum(leaf.size for _, leaf in named)
-    return Summary(_parts(named), count, memory, flops, optimizer_text(engine.optimizer))
+    return Summary(
+        _parts(named, what), count, memory, flops, optimizer_text(engine.optimizer), what
+    )
 
 
-def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
+def _parts(named: list[tuple[str, Any]], what: str) -> tuple[Part, ...]:
     """One row a parameter, or a scope where there are too many, as deep as rows allow."""
     if len(named) <= MOST_ROWS:
         return tuple(
@@ -118,7 +127,7 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
             break
         groups = deeper
     return tuple(
-        Part(name, sum(x.size for x in held), tree_bytes(held), f"{len(held)} parameters")
+        Part(name, sum(x.size for x in held), tree_bytes(held), f"{len(held)} {_COUNTED[what]}")
         for name, held in groups.items()
     )
 
