@@ -120,6 +120,8 @@ class TrainingPrograms:
         except DataTimeout:
             self.let_go(dataset, fresh)  # its first element may come yet
             raise
+        if self.placement.sharding is not None:
+            self.placement.sharding.check_batch(spec.leaves, spec.paths)
         if spec not in self._runners:
             self._runners[spec] = self._traced(spec, fresh)
             return self._runners[spec], fresh
@@ -160,7 +162,7 @@ class TrainingPrograms:
         def train(state: TrainState, _: object) -> TrainState:
             return step.loop(state, infeed)
 
-        with listing_activations() as found:
+        with listing_activations() as found, self.placement.within():
             traced = trace_program(train, (self._form, ()), self.placement.replicas)
         # Only the program of a pipeline knows the stage of a tensor. Without one, looking at an
         # example traces the tapped step alone: elements that are not trained on need no program.
