@@ -1,4 +1,4 @@
-"""Arrays that are sharded or on other devices are refused, in every front door."""
+"""Arrays on other devices keep their place or are refused, in every front door."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tailrace as tr
-from tailrace.errors import ProgramError
+from tailrace.errors import OptionError, ProgramError
 
 DATA = tr.batches(np.ones((32, 8), np.float32), 4)
 W = np.ones((8, 4), np.float32)
@@ -80,12 +80,25 @@ DOORS = {
 }
 
 
+MODELS = ("params", "model_state", "an NNX module", "an Equinox module")
+"""Doors through which a sharded model comes in and keeps its shardings."""
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("door", DOORS)
 def test_arrays_that_would_be_moved_are_refused(door, place):
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     put, text = PLACES[place]
+    if place != "on another device" and door in MODELS:
+        given = put(jnp.asarray(W))
+        leaves = jax.tree.leaves(DOORS[door](given).state)
+        assert given.sharding in [leaf.sharding for leaf in leaves]
+        return
+    if place != "on another device" and door in ("replicas", "shared optimizer state"):
+        with pytest.raises(OptionError, match="sharded over a mesh has no replicas="):
+            DOORS[door](put(jnp.asarray(W)))
+        return
     if place == "on another device" and door in ("replicas", "shared optimizer state"):
         assert jax.devices()[3] not in trainer_of(replicas=2).engine.placement.devices
     if door.startswith("closed") and place == "replicated":

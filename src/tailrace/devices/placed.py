@@ -16,6 +16,7 @@ from tailrace.base.trees import Tree
 from tailrace.data.dtypes import narrowed
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
+from tailrace.devices.shardings import ModelSharding
 from tailrace.errors import DataError, ProgramError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import path_name
@@ -23,23 +24,29 @@ from tailrace.jaxprs.marks import path_name
 CLOSED_OVER = "Arrays that a function closes over"
 
 _REMEDY = (
-    "For copies that train in parallel, give replicas=; for a model on several devices, tr.Pipeline; "
+    "For a model on another device, give tr.Trainer device=; for one that is sharded, mesh=; for "
+    "copies that train in parallel, replicas=; for parts one after the other, tr.Pipeline; "
     "tr.configure and TAILRACE_DEVICES choose the devices"
 )
 
 
-def check_placed(what: str, tree: Tree, here: Sequence[Device]) -> None:
+def check_placed(
+    what: str, tree: Tree, here: Sequence[Device], sharding: ModelSharding | None = None
+) -> None:
     """Refuse arrays that are sharded, or committed to another device than those of a program.
 
     Args:
         what: what the tree is called: "params".
         tree: arrays, of any library.
         here: the devices of the program.
+        sharding: of a sharded model, whose arrays may be on its mesh.
     """
     _check_default(here)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(leaf, jax.Array):
             _check_fits(leaf, path, what)
+        elif sharding is not None and sharding.holds(leaf):
+            continue
         elif problem := _problem(leaf, here):
             raise ProgramError(
                 f"{what} are arrays on the devices of the program, {_names(here)}, not sharded by JAX "

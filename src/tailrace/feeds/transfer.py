@@ -14,6 +14,7 @@ for an accelerator, so that only real rows are transferred.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,14 +23,19 @@ import numpy as np
 
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
+from tailrace.devices.shardings import BatchSharding
 from tailrace.feeds.buffers import allocate
 
 PIECE, MOST_PIECES = 1 << 21, 16
 """The bytes of a chunk, and the largest number of chunks in flight."""
 
 
-def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int = 0) -> jax.Array:
+def put(
+    array: np.ndarray, sharding: jax.sharding.Sharding | BatchSharding | Device, room: int = 0
+) -> jax.Array:
     """Transfer an array to `sharding`; it must not change until the transfer has finished."""
+    if isinstance(sharding, BatchSharding):
+        sharding = sharding.of(array.shape)
     if on_cpu():
         return jax.device_put(with_room(array, room), sharding)
     pieces = min(MOST_PIECES, array.nbytes // PIECE, len(array)) if array.ndim else 1
@@ -43,6 +49,17 @@ def put(array: np.ndarray, sharding: jax.sharding.Sharding | Device, room: int =
     if not array.ndim or room <= len(array):
         return moved
     return _padded(moved, room, sharding if spread else None)
+
+
+def sharding_for(
+    sharding: jax.sharding.Sharding | BatchSharding | Device, shape: Sequence[int]
+) -> jax.sharding.Sharding:
+    """The sharding of an array of elements, from that of all of them, or from a device."""
+    if isinstance(sharding, BatchSharding):
+        return sharding.of(shape)
+    if isinstance(sharding, jax.Device):
+        return jax.sharding.SingleDeviceSharding(sharding)
+    return sharding
 
 
 def with_room(array: np.ndarray, room: int) -> np.ndarray:

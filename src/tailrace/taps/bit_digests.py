@@ -142,6 +142,28 @@ def digest_many(
     return jnp.stack(found)
 
 
+def whole_digests(values: Sequence[jax.Array], names: Sequence[str]) -> jax.Array:
+    """What `digest_many` computes, of tensors that are sharded over devices.
+
+    Neither flat nor packed: each device mixes the values that it has, with their indices in the whole
+    tensor, and two words of each tensor cross the devices.
+    """
+    found: list[Any] = []
+    for value, name in zip(values, names, strict=True):
+        words = bits_of(value)
+        if not words.size:
+            found.append(jnp.zeros(WORDS, jnp.uint32))
+            continue
+        index, stride = jnp.zeros(words.shape, jnp.uint32), 1
+        for dim in reversed(range(words.ndim)):
+            place = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+            index, stride = index + place * np.uint32(stride % 2**32), stride * words.shape[dim]
+        low, high = _mixed(words, index, seeds(name), jnp.uint32)
+        dims = tuple(range(words.ndim))
+        found.append(jnp.stack(_summed_together([low, high], dims)))
+    return jnp.stack(found)
+
+
 def _large_digests(
     large: Mapping[int, Sequence[tuple[int, Digest]]], together: int
 ) -> Iterator[tuple[int, jax.Array]]:
@@ -199,8 +221,10 @@ def _summed(low: jax.Array, high: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.stack(_summed_together([low, high], axis), axis=-1)
 
 
-def _summed_together(words: Sequence[jax.Array], axis: int = -1) -> Sequence[jax.Array]:
-    """The sums along an axis of several pairs of low and high words, in one reduction."""
+def _summed_together(
+    words: Sequence[jax.Array], axis: int | tuple[int, ...] = -1
+) -> Sequence[jax.Array]:
+    """The sums along an axis, or several, of several pairs of low and high words, in one reduction."""
 
     # Over pairs, so that each value is mixed and read once. Addition with carry is associative, so XLA
     # may reduce in any order.
@@ -208,7 +232,8 @@ def _summed_together(words: Sequence[jax.Array], axis: int = -1) -> Sequence[jax
         pairs = [slice(k, k + WORDS) for k in range(0, len(one), WORDS)]
         return tuple(itertools.chain(*(_add(one[pair], other[pair]) for pair in pairs)))
 
-    return lax.reduce(tuple(words), (jnp.uint32(0),) * len(words), add, (axis % words[0].ndim,))
+    dims = axis if isinstance(axis, tuple) else (axis % words[0].ndim,)
+    return lax.reduce(tuple(words), (jnp.uint32(0),) * len(words), add, dims)
 
 
 def _add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> Digest:

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from tailrace.base.checks import check_seed
 from tailrace.base.spans.span import counter, is_traced, waiting_for
 from tailrace.base.trees import Tree
-from tailrace.devices.devices import available
+from tailrace.devices.devices import Device, available
 from tailrace.devices.placed import check_placed
+from tailrace.devices.shardings import ModelSharding
 from tailrace.errors import OptionError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -43,6 +44,7 @@ from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.own_step import OwnStep, StepFunction
 from tailrace.program.step.plain_step import PlainStep
+from tailrace.program.step.step_sharding import StepSharding
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import Step
 from tailrace.program.step.update_rule import Optimizer
@@ -88,6 +90,8 @@ class Engine:
         fingerprint: whether to compute fingerprints of executions.
         sentinel: the fraction of executions that run twice and are compared; None for none.
         build: how its programs are rewritten and compiled.
+        sharding: how the model is sharded over a mesh; None for one that is not.
+        device: the device of a model that is not sharded; None for the first.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class Engine:
         fingerprint: bool = False,
         sentinel: float | None = None,
         build: Build = DEFAULT,
+        sharding: ModelSharding | None = None,
+        device: Device | None = None,
     ) -> None:
         fingerprint = fingerprint or sentinel is not None
         # A sentinel's runs are compared by fingerprints. A rerun of past steps needs none of its own.
@@ -132,13 +138,18 @@ class Engine:
         self.accumulation = Accumulation.of(accumulation)
         # Losses leave through an outfeed like those of users, but only the collector reads it.
         self.scalars = OutfeedQueue()
-        placement, pipelined = placement_of(self.pipeline, replicas), self.pipeline is not None
+        placement = placement_of(self.pipeline, replicas, sharding, device)
+        pipelined = self.pipeline is not None
+        shardings = sharding and sharding.of_model(params, model_state)
         own = isinstance(loss_fn, StepFunction)
         self._check_placed(params, model_state, placement)
-        params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
+        if shardings is None:
+            params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
+        else:  # from the host, each device gets its part alone
+            params, model_state = jax.tree.map(jax.device_put, (params, model_state), shardings)
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
         # than one device.
-        first = FirstState(optimizer.init, params)
+        first = FirstState(optimizer.init, params, sharding)
         # Before the step: where state is held decides how the step reads and writes it.
         self.memory = plan_memory(
             first.forms,
@@ -165,6 +176,7 @@ class Engine:
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
             check_gives_loss(optimizer, params, pipelined),
+            sharding and StepSharding.of(sharding, params, first.forms, model_state),
         )
         scaling = self.step_function.loss_scale
         values = (params, first, model_state, scaling.init() if scaling is not None else None)
@@ -183,8 +195,9 @@ class Engine:
     def _check_placed(self, params: Tree, model_state: Tree, placement: Placement) -> None:
         """Refuse values that are sharded, or on other devices, which they would leave silently."""
         here = placement.devices if self.pipeline is None else available()
-        check_placed("params", params, here)
-        check_placed("model_state" if len(jax.tree.leaves(params)) else "state", model_state, here)
+        check_placed("params", params, here, placement.sharding)
+        name = "model_state" if len(jax.tree.leaves(params)) else "state"
+        check_placed(name, model_state, here, placement.sharding)
 
     def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
         """What advances the state, and what reads the results."""
@@ -232,6 +245,9 @@ class Engine:
 
     def copied(self, tree: Tree) -> Any:
         """Copies of parts of the state that this process can read alone."""
+        sharding = self.placement.sharding
+        if sharding is not None:
+            return jax.tree.map(lambda x: sharding.shown(jnp.copy(x)), tree)
         return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
 
     def replace(self, leaves: Mapping[int, Any]) -> None:

@@ -105,6 +105,8 @@ class HeldState:
             return
         # No program yet: there are no buffers to write into, only the tree.
         now, structure = jax.tree.flatten(self._tree)
+        if placement.sharding is not None:  # each device gets its part, and none gets the whole
+            leaves = {n: jax.device_put(value, now[n].sharding) for n, value in leaves.items()}
         self._tree = jax.tree.unflatten(
             structure, [leaves.get(number, value) for number, value in enumerate(now)]
         )
@@ -149,6 +151,8 @@ def begin_state(
     held = first.forms if keeping is None else keeping.held_forms
     params, model_state, scale = jax.tree.map(place, (params, model_state, scale))
     start = TrainState(params, made, model_state, scale)
+    if placement.sharding is not None:  # by their shapes, programs know where leaves are
+        return HeldState(start, jax.tree.map(_form_on_mesh, start), keeping)
     return HeldState(start, TrainState(forms[0], held, *forms[1:]), keeping)
 
 
@@ -156,6 +160,11 @@ def begin_own_state(state: Tree, placement: Placement) -> HeldState:
     """The state of a step of the user's own, copied to where it is held."""
     form: Any = OwnState(jax.eval_shape(lambda: state))
     return HeldState(cast(Any, OwnState(jax.tree.map(placement.own, state))), form, None)
+
+
+def _form_on_mesh(value: jax.Array) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(value.aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)
 
 
 def leaves_of_replicas(

@@ -19,7 +19,9 @@ from tailrace.base.checks import check_count, check_flag
 from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
 from tailrace.data.no_data import or_no_data
+from tailrace.devices.devices import Device
 from tailrace.devices.processes import distributed
+from tailrace.devices.shard_rules import Shard
 from tailrace.errors import OptionError
 from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
@@ -56,6 +58,7 @@ from tailrace.trainer.fitting.pace import parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.lookback.methods import LookingBack
+from tailrace.trainer.model_place import ModelPlace
 from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
@@ -121,6 +124,15 @@ class Trainer(Measuring, LookingBack):
         rewrites: rewrites of the program to switch off, such as `{"boundaries": False}`.
         compiler_options: options of XLA's compiler for the programs of this trainer, by their names in
             `XLA_FLAGS`: `{"xla_gpu_enable_triton_gemm": False}`.
+        mesh: a `jax.sharding.Mesh` over whose devices the model is sharded. None: that of parameters
+            given with a `NamedSharding`, or of `jax.set_mesh`. An element of the dataset is then the
+            whole microbatch, and the loss function sees whole arrays.
+        shard: the shardings of parameters without one: a dict from patterns of their names to
+            `PartitionSpec`s (the first that fits; others are replicated), a function of name and
+            shape, or "fsdp": the largest dim of large parameters over the mesh axis of that name.
+        batch_axes: the mesh axes over which batches are split. None: those named "data", "replica" or
+            "fsdp"; `()` for the whole batch on every device.
+        device: the device of a model that is not sharded, if it is not the first.
 
     Raises:
         OptionError: an option has a value it may not have.
@@ -168,31 +180,54 @@ class Trainer(Measuring, LookingBack):
         config: Mapping[str, Any] | None = None,
         rewrites: Mapping[str, bool] | None = None,
         compiler_options: Mapping[str, Option] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        shard: Shard = None,
+        batch_axes: str | Sequence[str] | None = None,
+        device: Device | None = None,
     ) -> None:
         # The engine knows trees of arrays and functions of them; whatever else was given is bound
         # to these.
         self._bound: Binding
         self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.config, logged = check_config(config), parse_log(log)
-        self.engine = Engine(
+        place = ModelPlace.of(
             loss_fn,
-            optimizer,
             self._bound.params,
-            accumulation=accumulation,
-            replicas=replicas,
-            model_state=self._bound.model_state,
-            replica_state=replica_state,
-            offload_optimizer_state=offload_optimizer_state,
-            shard_optimizer_state=shard_optimizer_state,
-            offload_activations=offload_activations,
-            seed=seed,
-            observe=[*parse_taps(guarding(observe, on_nonfinite)), *taps_of(logged)],
-            loss_scale=loss_scale,
-            precision=precision,
-            fingerprint=check_fingerprint(fingerprint),
-            sentinel=sentinel,
-            build=Build.of(rewrites, compiler_options),
+            self._bound.model_state,
+            mesh=mesh,
+            shard=shard,
+            batch_axes=batch_axes,
+            device=device,
+            options={
+                "replicas": replicas,
+                "replica_state": replica_state,
+                "shard_optimizer_state": shard_optimizer_state,
+                "offload_optimizer_state": offload_optimizer_state,
+                "offload_activations": offload_activations,
+            },
         )
+        with place.within():
+            self.engine = Engine(
+                loss_fn,
+                optimizer,
+                place.own(self._bound.params),
+                accumulation=accumulation,
+                replicas=replicas,
+                model_state=place.own(self._bound.model_state),
+                replica_state=replica_state,
+                offload_optimizer_state=offload_optimizer_state,
+                shard_optimizer_state=shard_optimizer_state,
+                offload_activations=offload_activations,
+                seed=seed,
+                observe=[*parse_taps(guarding(observe, on_nonfinite)), *taps_of(logged)],
+                loss_scale=loss_scale,
+                precision=precision,
+                fingerprint=check_fingerprint(fingerprint),
+                sentinel=sentinel,
+                build=Build.of(rewrites, compiler_options),
+                sharding=place.sharding,
+                device=place.device,
+            )
         self._surround(logged, steps_per_execution, observe_bytes, run_dir, eval_fn)
 
     def _surround(

@@ -121,6 +121,8 @@ class TrainingPrograms:
         except DataTimeout:
             self.let_go(dataset, fresh)  # its first element may come yet
             raise
+        if self.placement.sharding is not None:
+            self.placement.sharding.check_batch(spec.leaves, spec.paths)
         if spec not in self._runners:
             self._runners[spec] = self._traced(spec, fresh)
             return self._runners[spec], fresh
@@ -162,7 +164,7 @@ class TrainingPrograms:
             return step.loop(state, infeed)
 
         form = step.settled(self.form, infeed, self.placement.replicas)
-        with listing_activations() as listed:
+        with listing_activations() as listed, self.placement.within():
             traced = trace_program(train, (form, ()), self.placement.replicas)
         found = step.listed(traced, listed)
         # Only the program of a pipeline knows the stage of a tensor. Without one, looking at an

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.base.trees import Tree
+from tailrace.devices.shardings import ModelSharding
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Atom, JaxprEqn
 from tailrace.jaxprs.stretches import bound, makers, run
@@ -29,13 +30,17 @@ class FirstState:
     Attributes:
         forms: a tree of shapes.
 
+    With a `sharding`, one program makes all leaves, and each device its part of them.
+
     >>> import jax.numpy as jnp
     >>> first = FirstState(lambda p: {"a": jnp.zeros_like(p), "b": p * 2}, jnp.ones(3))
     >>> first.forms["a"].shape, [leaf.tolist() for leaf in first.leaves()]
     ((3,), [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
     """
 
-    def __init__(self, init: Callable[[Any], Any], params: Tree) -> None:
+    def __init__(
+        self, init: Callable[[Any], Any], params: Tree, sharding: ModelSharding | None = None
+    ) -> None:
         given = jax.tree.leaves(params)
         closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
         jaxpr = closed.jaxpr
@@ -43,9 +48,16 @@ class FirstState:
         self._equations = jaxpr.eqns
         self._given = bound(jaxpr, closed.consts, given)
         self._makers = makers(jaxpr.eqns)
+        self._sharded: Callable[[], Tree] | None = None
+        if sharding is not None:
+            shardings = sharding.of_state(self.forms, params)
+            self._sharded = lambda: _made(init, params, sharding, shardings)
 
     def leaves(self) -> Iterator[Any]:
         """The leaves, each computed on demand."""
+        if self._sharded is not None:
+            yield from jax.tree.leaves(self._sharded())
+            return
         for var in self._results:
             # From the start for each leaf: what two leaves share is computed twice, and nothing is
             # kept.
@@ -64,3 +76,10 @@ class FirstState:
                 found.add(place)
                 waiting += internals.variables(self._equations[place].invars)
         return [self._equations[place] for place in sorted(found)]
+
+
+def _made(
+    init: Callable[[Any], Any], params: Tree, sharding: ModelSharding, shardings: Tree
+) -> Tree:
+    with sharding.within():
+        return jax.jit(init, out_shardings=shardings)(params)

@@ -116,7 +116,7 @@ class DeviceProgram(ABC):
     ) -> None:
         self.piece, self.carried, self.writes, self.plan = piece, carried, writes, plan
         segment, placement = piece.segment, piece.placement
-        one_device = placement.mesh is None
+        one_device = placement.mesh is None and placement.sharding is None
         # Free numbers only in one process: several would have to agree on their values too.
         self._rewriter = Rewriter(
             piece.wanted,
@@ -153,7 +153,7 @@ class DeviceProgram(ABC):
         """The function for `jax.jit`, over all devices; `donated` are the indices of arguments."""
 
     def _closed(
-        self, function: Callable[..., Any], specs: Sequence[PartitionSpec] = ()
+        self, function: Callable[..., Any], specs: Sequence[PartitionSpec | NamedSharding] = ()
     ) -> Callable[..., Any]:
         """The function over all devices, which also computes what `piece.closing` says.
 
@@ -161,7 +161,7 @@ class DeviceProgram(ABC):
             function: without that.
             specs: how its results are divided between the devices of a mesh.
         """
-        mesh = self.piece.placement.mesh
+        mesh: Any = self.piece.placement.mesh
         closing, keys = self.piece.closing, [*self.piece.segment.reads, *self.writes]
         if closing is None:
             return function
@@ -172,9 +172,12 @@ class DeviceProgram(ABC):
             # XLA must not compute a result a second time, or with more digits, for this: it is about
             # the bits that are in memory afterwards.
             results = list(lax.optimization_barrier(tuple(results)))
-            if mesh is not None:
+            if specs:
                 # They stay where they are: XLA would divide otherwise what it reads here.
-                shardings = [NamedSharding(mesh, spec) for spec in specs]
+                shardings = [
+                    spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, spec)
+                    for spec in specs
+                ]
                 results = lax.with_sharding_constraint(results, shardings)
             left = LoopState(dict(zip(keys, [*read, *results], strict=True)))
             return results, [*emitted, closing(left, elements)], ticket
@@ -219,6 +222,7 @@ class SegmentProgram(DeviceProgram):
         each: carried values that differ per replica: outside the program, dim 0 is the replica dim.
         spread: carried values that are sharded over replicas: outside, shards are concatenated along
             dim 0.
+        held: of a sharded model, the sharding of each carried value.
     """
 
     def __init__(
@@ -226,16 +230,19 @@ class SegmentProgram(DeviceProgram):
         piece: Piece,
         each: frozenset[Var] = frozenset(),
         spread: frozenset[Var] = frozenset(),
+        held: Sequence[NamedSharding] = (),
     ) -> None:
         # A loop donates its carry from piece to piece, and nothing else.
         start = piece.segment.start if piece.segment.is_loop else ()
         super().__init__(piece, [var for var, _ in start], piece.segment.writes)
-        self._each, self._spread = each, spread
+        self._each, self._spread, self._held = each, spread, held
         self._several = piece.placement.replicas > 1
 
     def jitted(self, donated: tuple[int, ...]) -> Any:
         """The function, mapped over the replicas if there are several."""
         placement, function = self.piece.placement, self._function
+        if placement.sharding is not None:
+            return self._partitioned(donated, placement.sharding.replicated)
         written: list[PartitionSpec] = []
         if self._several:
             each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
@@ -254,6 +261,18 @@ class SegmentProgram(DeviceProgram):
                 check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )
         return jax.jit(self._closed(function, written), donate_argnums=donated)
+
+    def _partitioned(self, donated: tuple[int, ...], replicated: NamedSharding) -> Any:
+        """The function of whole arrays, which XLA divides over the mesh of a sharded model."""
+        # Arguments say where they are. The carry leaves as it came, or the next dispatch could not
+        # take it; the numbers of the next dispatch too.
+        held = list(self._held) or None
+        return jax.jit(
+            self._closed(self._function, self._held),
+            in_shardings=(held, None, None, replicated, None),
+            out_shardings=(held, None, replicated),
+            donate_argnums=donated,
+        )
 
     def _function(
         self,

@@ -91,7 +91,8 @@ class Executable:
             ):
                 # The numbers do not matter: they are arguments, and only their shapes are used.
                 arguments = self._arguments(state, staged, Numbers(0, 0))
-                lowered = self._program.jitted(self._donated).lower(*arguments)
+                with self.placement.within():
+                    lowered = self._program.jitted(self._donated).lower(*arguments)
                 platform = devices.platform()
                 options = compiler_options(self.segment.equations, platform)
                 # A pipeline has a loop for each job, and small ones would be common. A plain loop must

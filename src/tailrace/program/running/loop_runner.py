@@ -22,6 +22,7 @@ from tailrace.devices.placed import CLOSED_OVER, check_placed
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.feeds.transfer import sharding_for
 from tailrace.jaxprs.walk import Position
 from tailrace.program.compiling.build import Build
 from tailrace.program.memory.optimizer_state import StateKeeping
@@ -33,6 +34,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.placement import Placement
 from tailrace.program.running.replica_layout import ReplicaLayout, flags_from
 from tailrace.program.running.segments import Segment, TracedLoop
+from tailrace.program.running.sharded_layout import ShardedLayout
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -70,12 +72,14 @@ class LoopRunner:
         # A shard differs between replicas like a value of each: both are exempt from the check for
         # drift.
         shared = flags_from(each, keeping.shared if keeping else (), kept_from)
-        program = TracedLoop.trace(function, carried, read, placement.replicas, shared or each)
-        self.layout: LoopLayout = (
-            ReplicaLayout(program, placement, each, keeping, kept_from)
-            if layout is None
-            else layout(program)
-        )
+        with placement.within():
+            program = TracedLoop.trace(function, carried, read, placement.replicas, shared or each)
+        if layout is not None:
+            self.layout: LoopLayout = layout(program)
+        elif placement.sharding is not None:
+            self.layout = ShardedLayout(program, placement, carried)
+        else:
+            self.layout = ReplicaLayout(program, placement, each, keeping, kept_from)
         self.placement = self.layout.placement
         self.traced = program.traced
         self.wanted: dict[Position, list[Wanted]] = {}
@@ -101,7 +105,8 @@ class LoopRunner:
         self.origin: Origin | None = None
         """The origin of the latest dispatch, while `keep_elements` is set."""
         self._program, self._loop = program, program.loop
-        check_placed(CLOSED_OVER, self.traced.consts, self.placement.devices)
+        here, mesh = self.placement.devices, self.placement.sharding
+        check_placed(CLOSED_OVER, self.traced.consts, here, mesh)
         self._consts = self.placement.put(self.traced.consts)
         self._executables: dict[Hashable, Executable] = {}
         self.fixed = FixedLoops()
@@ -365,17 +370,13 @@ class LoopRunner:
             lead = (count,) if self.placement.mesh is None else (count, replicas)
             blocks[queue] = tuple(
                 jax.ShapeDtypeStruct(
-                    (*lead, *leaf.shape), leaf.dtype, sharding=self._sharding_of_elements()
+                    (*lead, *leaf.shape),
+                    leaf.dtype,
+                    sharding=sharding_for(self.placement.shared_out, (*lead, *leaf.shape)),
                 )
                 for leaf in queue.spec().leaves
             )
         return blocks
-
-    def _sharding_of_elements(self) -> jax.sharding.Sharding:
-        sharding = self.placement.shared_out
-        if isinstance(sharding, jax.Device):
-            return jax.sharding.SingleDeviceSharding(sharding)
-        return sharding
 
     def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
         # All lengths up to the capacity map to one key, and so to one compilation.

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -16,22 +17,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
-from tailrace.errors import ReplicaError
+from tailrace.devices.shardings import ModelSharding
+from tailrace.errors import ProgramError, ReplicaError
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a program runs: one device, or the replicas of a mesh.
+    """Where a program runs: one device, the replicas of a mesh, or the mesh of a sharded model.
 
     Attributes:
         replicas: the number of replicas.
-        mesh: the mesh of the replicas; None for one device.
+        mesh: the mesh of the replicas; None for one device, or a sharded model.
         chosen: the one device, if it is not the first.
+        sharding: how the model is sharded, if it is; there is one replica then.
     """
 
     replicas: int = 1
     mesh: Mesh | None = dataclasses.field(init=False)
     chosen: Any = dataclasses.field(default=None, kw_only=True)
+    sharding: ModelSharding | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
@@ -58,6 +62,8 @@ class Placement:
     @property
     def device(self) -> Device:
         """A device of this process, to query capabilities."""
+        if self.sharding is not None or self.chosen is not None:
+            return self.devices[0]
         return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
 
     @property
@@ -68,7 +74,8 @@ class Placement:
     @property
     def devices(self) -> list[Device]:
         """All devices, in order."""
-        return [self.everywhere] if self.mesh is None else list(self.mesh.devices.flat)
+        mesh = self.mesh if self.sharding is None else self.sharding.mesh
+        return [self.everywhere] if mesh is None else list(mesh.devices.flat)
 
     @property
     def everywhere(self) -> Any:
@@ -77,11 +84,19 @@ class Placement:
 
     @property
     def shared_out(self) -> Any:
-        """The sharding of elements: dim 1 is sharded over the replicas."""
-        return self._spread(None, devices.REPLICA)
+        """The sharding of elements: dim 1 is sharded over the replicas, or over the batch axes."""
+        return (
+            self._spread(None, devices.REPLICA) if self.sharding is None else self.sharding.batches
+        )
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """A context to trace and lower in: the mesh of a sharded model is then JAX's."""
+        return _without_a_mesh() if self.sharding is None else self.sharding.within()
 
     def _spread(self, *axes: str | None) -> Any:
         """A sharding over the mesh; without a mesh, the single device."""
+        if self.sharding is not None:
+            return self.sharding.replicated
         if self.mesh is None:
             return devices.available()[0] if self.chosen is None else self.chosen
         return NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -101,7 +116,12 @@ class Placement:
         return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
 
     def _place(self, value: object, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A value on the devices; with several processes, each has the value and places its part."""
+        """A value on the devices; with several processes, each has the value and places its part.
+
+        Arrays of a sharded model keep their shardings.
+        """
+        if self.sharding is not None and self.sharding.holds(value):
+            return self.sharding.own(value)
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -125,3 +145,19 @@ class Placement:
     def to_host_memory(self, value: jax.Array) -> jax.Array:
         """A value on the devices, moved to the memory of their host."""
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
+
+
+@contextlib.contextmanager
+def _without_a_mesh() -> Generator[None]:
+    """A context that explains what JAX says where a function has a mesh of its own."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if not ("incompatible devices" in text or "should match the aval mesh" in text):
+            raise
+        raise ProgramError(
+            f"A function divides its values over a mesh (with_sharding_constraint, shard_map) if the "
+            f"trainer has that mesh: tr.Trainer(..., mesh=mesh), without replicas=. Received one that "
+            f"has another, or none. JAX says: {text}"
+        ) from error

@@ -95,6 +95,8 @@ class PlainStep(Step):
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
+            if self.sharding is not None:
+                accumulated = self.sharding.keep_gradients(accumulated)
             if mean is not None:
                 part = 1 / (microbatch() + 1).astype(jnp.float32) if share is None else share
                 mean += (out.loss.astype(jnp.float32) - mean) * part
@@ -143,6 +145,8 @@ class PlainStep(Step):
         return grads, after, Yield(loss, aux, self.weight(batch))
 
     def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
+        if self.sharding is not None:
+            params = self.sharding.gather(params)
         first = (params, model_state) if self.has_model_state else (params,)
         return call_with_element(self.loss_fn, (*first, *inputs), batch)
 

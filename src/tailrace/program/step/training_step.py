@@ -42,6 +42,7 @@ from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
+from tailrace.program.step.step_sharding import StepSharding
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import Optimizer, apply_rule
 from tailrace.program.tracing.trace import Traced
@@ -92,6 +93,7 @@ class Step(ABC):
         loss_scale: the rule of loss scaling; the state then has a scale.
         precision: the dtype of the loss function's computation; None for those of its inputs.
         gives_loss: whether the optimizer needs the loss of the step (optax calls it `value`).
+        sharding: where the values of a sharded model are; None for a model that is not.
     """
 
     loss_fn: Callable[..., Any]
@@ -106,6 +108,7 @@ class Step(ABC):
     loss_scale: LossScale | None = None
     precision: Precision | None = None
     gives_loss: bool = False
+    sharding: StepSharding | None = None
 
     def tapped(self, taps: tuple[AnyTap, ...]) -> Step:
         """The same step with other taps."""
@@ -254,7 +257,8 @@ class Step(ABC):
         )
         if taken is not None:
             model_state = scaling.select(taken, model_state, state.model_state)
-        return TrainState(params, after, model_state, scale)
+        left = TrainState(params, after, model_state, scale)
+        return left if self.sharding is None else self.sharding.keep(left)
 
     def shares(self, name: str) -> bool:
         """Whether the model-state leaf `name` is averaged over replicas."""

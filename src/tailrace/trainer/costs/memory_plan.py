@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.base.trees import Tree
-from tailrace.devices.devices import resolve_replicas
+from tailrace.devices.devices import Device, resolve_replicas
+from tailrace.devices.shardings import ModelSharding
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import place_pipeline
 from tailrace.program.memory.activation_offload import HeldActivations, activations_on_host
@@ -46,11 +47,18 @@ class MemoryPlan:
         return (*self.decisions, *getattr(self.held_activations, "said", ()))
 
 
-def placement_of(pipeline: Pipeline | None, replicas: int | None) -> Placement:
+def placement_of(
+    pipeline: Pipeline | None,
+    replicas: int | None,
+    sharding: ModelSharding | None = None,
+    device: Device | None = None,
+) -> Placement:
     """The placement; a pipeline's as far as it is known before tracing."""
     if pipeline is not None:
         return place_pipeline(pipeline, replicas)
-    return Placement(resolve_replicas(replicas))
+    if sharding is not None:
+        return Placement(sharding=sharding)
+    return Placement(resolve_replicas(replicas), chosen=device)
 
 
 def plan_memory(
