@@ -14,7 +14,12 @@ from tailrace.torch.models.training import TrainingModel
 
 
 def training_model(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    **options: Any,
 ) -> TrainingModel:
     """Wrap a module for training on the device.
 
@@ -25,6 +30,10 @@ def training_model(
     Args:
         module: the module; its forward computes the loss.
         optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        scheduler: a `torch.optim.lr_scheduler` of that optimizer, or a list of them: advanced once a
+            step, inside calls. A schedule by epochs is stepped by your loop instead.
+        max_grad_norm: the norm of all gradients is scaled down to it before the update, as
+            `torch.nn.utils.clip_grad_norm_` does.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
     Raises:
@@ -52,7 +61,13 @@ def training_model(
         >>> bool(loss < 0.1), out.shape
         (True, torch.Size([8, 1]))
     """
-    return TrainingModel(module, optimizer, _options(options))
+    return TrainingModel(
+        module,
+        optimizer,
+        _options(options),
+        scheduler=scheduler,
+        max_grad_norm=max_grad_norm,
+    )
 
 
 def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:

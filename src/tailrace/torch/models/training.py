@@ -30,6 +30,8 @@ from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.classes import checked_norm
+from tailrace.torch.optim.schedule import Schedule
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
 from tailrace.trainer.checkpoints.snapshot import BUILD
@@ -53,10 +55,15 @@ class TrainingModel(FollowingModel):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         options: ModelOptions,
+        *,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(module, options)
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self._schedule = None if scheduler is None else Schedule(scheduler, optimizer)
+        self._max_grad_norm = checked_norm(max_grad_norm, optimizer)
         self._programs = 0
         self._noted: DeviceOptimizer | None = None
         self._log: CallLog | None = None
@@ -228,6 +235,12 @@ class TrainingModel(FollowingModel):
             UsageError: an optimizer of this class has no update on the device.
             OptionError: the optimizer holds a parameter of another module.
         """
+        if self._schedule is not None and optimizer is not self.optimizer:
+            raise UsageError(
+                "The model's scheduler= sets the rates of the optimizer that the model was made with. "
+                "To train on with another one, call destroy() and make a model with it and with a "
+                "scheduler of its own."
+            )
         if self._outdated():
             self._start_over(optimizer)
         self._take_optimizer(optimizer)
@@ -296,10 +309,18 @@ class TrainingModel(FollowingModel):
         return dataclasses.replace(self._options, run_dir=directory)
 
     def _run(self, blocks: list[Any]) -> Any:
+        schedule, first = self._schedule, self._program.engine.step
+        count = self._options.device_iterations
+        if schedule is not None:
+            bound = self._device_optimizer
+            rows = schedule.rows(count, bound.numbers, bound.flags)
+            self._apply_hypers(np.roll(rows, first % count, axis=0))
         try:
             return self._program.run(blocks, self._moved)
         finally:
             # Also of a call that failed: later calls go on from what it has trained.
+            if schedule is not None:
+                schedule.settle(self._program.engine.step - first, count)
             if self._program.latest is not None:
                 self._log_call(self._program.latest)
 
