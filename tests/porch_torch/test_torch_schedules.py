@@ -1,4 +1,4 @@
-"""`scheduler=` and `max_grad_norm=`: each step of a call trains with the rate that PyTorch has in it."""
+"""`scheduler=` and `max_grad_norm=`: each step of a call has the rate and gradients of PyTorch."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as schedules
 import tailrace as tr
 import tailrace.torch as tt
 from covering import covering
-from oracles import assert_close
+from oracles import assert_bits_equal, assert_close
 from tailrace.torch.errors import UsageError
 
 STEPS, ROWS = 20, 4
@@ -237,3 +237,25 @@ def test_refused_norms():
     optimizer = tt.optim.SGD(module.parameters(), lr=0.1, max_grad_norm=1.0)
     with pytest.raises(tr.errors.OptionError, match="given to the model or to its optimizer"):
         tt.training_model(module, optimizer, max_grad_norm=2.0)
+
+
+@pytest.mark.cpu
+def test_the_table_of_a_long_call_may_be_sharded():
+    """With more than 1024 numbers it is held in shards, like any large tensor of an optimizer."""
+
+    def trained(**options):
+        module = seeded(Regression)[0]
+        optimizer = OPTIMIZERS["adam"](module.parameters())
+        model = tt.training_model(
+            module,
+            optimizer,
+            scheduler=schedules.ExponentialLR(optimizer, 0.9),
+            device_iterations=80,
+            replicas=2,
+            **options,
+        )
+        x = torch.from_numpy(np.random.default_rng(1).normal(size=(640, 3)).astype(np.float32))
+        model(x, x.sum(-1, keepdim=True))
+        return module.linear.weight.detach().numpy()
+
+    assert_bits_equal(trained(shard_optimizer_state=True), trained())

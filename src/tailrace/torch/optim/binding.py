@@ -154,7 +154,7 @@ class DeviceOptimizer:
     def choices(self) -> Any:
         """The properties of the optimizer that the program depends on."""
         groups = self.optimizer.param_groups
-        held = list(zip(self.flags(), [list(map(id, group["params"])) for group in groups]))
+        held = list(zip(self.flags(), [list(map(id, g["params"])) for g in groups], strict=True))
         return (self.loss_scaling, math.isfinite(self.max_grad_norm), self.accum_type, held)
 
     def flags(self) -> list[frozenset[str]]:

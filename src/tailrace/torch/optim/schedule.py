@@ -1,7 +1,7 @@
 """PyTorch's schedulers, advanced once a step: the numbers of an optimizer for each step of a call.
 
-A scheduler is Python, and may be anybody's, so it runs on the host: before a call it is stepped as often
-as the call has steps, and what the optimizer's groups hold each time (learning rates, and with
+A scheduler is Python, and may be anybody's, so it runs on the host: before a call it is stepped as
+often as the call has steps, and what the optimizer's groups hold each time (learning rates, and with
 `OneCycleLR` momentum or betas) becomes a row of a table. The program reads a row in each step.
 """
 
@@ -137,8 +137,8 @@ def _check(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     kind = type(scheduler).__name__
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
-            "scheduler= is advanced once a step, in the calls of the model, and ReduceLROnPlateau needs "
-            "a metric for each step. Leave it out, and call scheduler.step(metric) after a call: the "
+            "scheduler= is advanced once a step, in the calls of the model, and ReduceLROnPlateau "
+            "needs a metric for each step. Leave it out, and call scheduler.step(metric) after a call: the "
             "next one trains with its rates."
         )
     if not (isinstance(scheduler, LRScheduler) and callable(getattr(scheduler, "step", None))):
