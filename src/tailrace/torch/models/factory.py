@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tailrace.errors import OptionError
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.models.inference import InferenceModel
 from tailrace.torch.models.training import TrainingModel
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 
 
 def training_model(
@@ -19,6 +21,7 @@ def training_model(
     *,
     scheduler: Any = None,
     max_grad_norm: float | None = None,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> TrainingModel:
     """Wrap a module for training on the device.
@@ -34,6 +37,8 @@ def training_model(
             step, inside calls. A schedule by epochs is stepped by your loop instead.
         max_grad_norm: the norm of all gradients is scaled down to it before the update, as
             `torch.nn.utils.clip_grad_norm_` does.
+        checkpoint: a directory, or a `tr.Checkpoint`: the training saves itself between calls, and
+            `model.resume()` goes on from there.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
     Raises:
@@ -67,6 +72,7 @@ def training_model(
         _options(options),
         scheduler=scheduler,
         max_grad_norm=max_grad_norm,
+        checkpoint=checkpoint,
     )
 
 

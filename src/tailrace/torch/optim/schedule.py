@@ -138,8 +138,8 @@ def _check(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise OptionError(
             "scheduler= is advanced once a step, in the calls of the model, and ReduceLROnPlateau "
-            "needs a metric for each step. Leave it out, and call scheduler.step(metric) after a call: the "
-            "next one trains with its rates."
+            "needs a metric for each step. Leave it out, and call scheduler.step(metric) after a call: "
+            "the next one trains with its rates."
         )
     if not (isinstance(scheduler, LRScheduler) and callable(getattr(scheduler, "step", None))):
         raise OptionError(
