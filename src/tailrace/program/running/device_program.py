@@ -253,10 +253,12 @@ class SegmentProgram(DeviceProgram):
                 return each if var in self._each or var in self._spread else same
 
             written = [spec(var) for var in self.writes]
+            # Also a value that the loop leaves as it is may be held in shards.
+            read = [spec(var) for var in self.piece.segment.reads]
             function = jax.shard_map(
                 function,
                 mesh=placement.mesh,
-                in_specs=([spec(var) for var in self.carried], same, elements, same, same),
+                in_specs=([spec(var) for var in self.carried], read, elements, same, same),
                 out_specs=(written, sent, same),
                 check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )

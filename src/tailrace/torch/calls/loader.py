@@ -23,6 +23,7 @@ from tailrace.feeds.background import Worker
 from tailrace.feeds.waiting import LOOK_S, Lasting, Patience
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.calls.passes import passes_of
 from tailrace.torch.errors import UsageError
 
 
@@ -153,6 +154,12 @@ class DataLoader(torch_data.DataLoader):
 
     def __iter__(self) -> Any:
         """Batches of `combined_batch_size` rows."""
+        passes = passes_of(self.options)
+        if passes is None:
+            return self._begin()
+        return passes.follow(self, self._begin, self.mode is not DataLoaderMode.SYNC)
+
+    def _begin(self) -> Iterator[Any]:
         if self.num_workers and self.multiprocessing_context is None:
             # Asked here, not in `__init__`: it starts JAX, after which devices can no longer be
             # chosen.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -11,10 +12,17 @@ from tailrace.errors import OptionError
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.models.inference import InferenceModel
 from tailrace.torch.models.training import TrainingModel
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 
 
 def training_model(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> TrainingModel:
     """Wrap a module for training on the device.
 
@@ -25,6 +33,12 @@ def training_model(
     Args:
         module: the module; its forward computes the loss.
         optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        scheduler: a `torch.optim.lr_scheduler` of that optimizer, or a list of them: advanced once a
+            step, inside calls. A schedule by epochs is stepped by your loop instead.
+        max_grad_norm: the norm of all gradients is scaled down to it before the update, as
+            `torch.nn.utils.clip_grad_norm_` does.
+        checkpoint: a directory, or a `tr.Checkpoint`: the training saves itself between calls, and
+            `model.resume()` goes on from there.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
     Raises:
@@ -52,7 +66,14 @@ def training_model(
         >>> bool(loss < 0.1), out.shape
         (True, torch.Size([8, 1]))
     """
-    return TrainingModel(module, optimizer, _options(options))
+    return TrainingModel(
+        module,
+        optimizer,
+        _options(options),
+        scheduler=scheduler,
+        max_grad_norm=max_grad_norm,
+        checkpoint=checkpoint,
+    )
 
 
 def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:

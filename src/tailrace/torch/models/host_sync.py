@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from tailrace.base.messages import note_once
@@ -28,6 +29,7 @@ from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
 from tailrace.torch.optim.binding import DeviceOptimizer, has_stepped
+from tailrace.torch.optim.schedule import Schedule
 from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.module_function import training_modes
 from tailrace.torch.tracing.watch import current_watch
@@ -45,6 +47,9 @@ class FollowingModel(Model):
     """
 
     lent: frozenset[str] = frozenset()
+
+    _schedule: Schedule | None = None
+    _max_grad_norm: float | None = None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._dirty, self.version, self._step = False, 0, 0
@@ -135,11 +140,12 @@ class FollowingModel(Model):
         self._count_host_writes()
 
     def _before_run(self) -> None:
-        if self._follows:
+        # Of a schedule, the numbers of all steps are sent at once, when it advances.
+        if self._follows and self._schedule is None:
             self._apply_hypers()
 
-    def _apply_hypers(self) -> None:
-        values = self._device_optimizer.hypers()
+    def _apply_hypers(self, values: np.ndarray | None = None) -> None:
+        values = self._device_optimizer.hypers() if values is None else values
         # Without a program the state waits in `_held`, and the numbers with it.
         if self._held is not None:
             after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
@@ -265,7 +271,17 @@ class FollowingModel(Model):
         scale = self._options.replicas if summed else 1
         before = self.__dict__.get("_device_optimizer")
         unused = self._unused if unused is None else unused
-        return DeviceOptimizer(optimizer, names, scale, unused=unused, before=before)
+        steps = 0 if self._schedule is None else self._options.device_iterations
+        norm = self._max_grad_norm
+        return DeviceOptimizer(
+            optimizer,
+            names,
+            scale,
+            unused=unused,
+            before=before,
+            steps=steps,
+            max_grad_norm=norm,
+        )
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         self._hooks = (

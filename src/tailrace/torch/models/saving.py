@@ -166,7 +166,7 @@ def _check_note(note: object, kinds: Mapping[str, type | tuple[type, ...]]) -> N
 
 
 def _as_trees(arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    trees: dict[str, dict[str, Any]] = {}
+    found: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         dtype = dtypes[name]
         if dtype in _BITS:
@@ -174,6 +174,14 @@ def _as_trees(arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> di
             if array.dtype != bits:
                 raise ValueError(f"{name!r} holds {array.dtype} and is said to be {dtype}")
             array = array.view(own)
+        found[name] = array
+    return nested(found)
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees of arrays, from their names: the inverse of `flat`."""
+    trees: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
         kind, _, rest = name.partition("/")
         *around, last = rest.split("/")
         place = trees.setdefault(kind, {})

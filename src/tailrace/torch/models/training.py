@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,10 +16,12 @@ import torch
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
+from tailrace.errors import CheckpointError, RunError
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe
 from tailrace.torch.calls.arrays import tensor_of
+from tailrace.torch.calls.loader import DataLoader, DataLoaderMode
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
@@ -27,12 +29,23 @@ from tailrace.torch.models.host_gradients import note_trained, put_back_gradient
 from tailrace.torch.models.host_sync import FollowingModel, note_hooks_of_steps
 from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
-from tailrace.torch.models.saving import check_same_form, read_state, write_state
+from tailrace.torch.models.saving import (
+    check_same_form,
+    flat,
+    nested,
+    read_state,
+    write_state,
+)
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
-from tailrace.torch.programs.train import TrainingProgram
+from tailrace.torch.optim.classes import checked_norm
+from tailrace.torch.optim.schedule import Schedule, numbers_of, put_numbers
+from tailrace.torch.programs.train import RunEnd, TrainingProgram
+from tailrace.torch.resuming.keeping import PAST, keeping_of, no_checkpoint
+from tailrace.torch.resuming.plain_states import decoded, encoded
+from tailrace.torch.resuming.start import Start
 from tailrace.torch.tracing.forward import Forward, weights_of
-from tailrace.trainer.checkpoints.snapshot import BUILD
+from tailrace.trainer.checkpoints.snapshot import BUILD, STATE
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.outcome import Replay
 
@@ -53,16 +66,24 @@ class TrainingModel(FollowingModel):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         options: ModelOptions,
+        *,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        checkpoint: Any = None,
     ) -> None:
         super().__init__(module, options)
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self._schedule = None if scheduler is None else Schedule(scheduler, optimizer)
+        self._max_grad_norm = checked_norm(max_grad_norm, optimizer)
         self._programs = 0
         self._noted: DeviceOptimizer | None = None
         self._log: CallLog | None = None
         self._loaded: Mapping[str, Any] | None = None
         """The note of the file that the model was loaded from."""
         self._begin(optimizer)
+        self._keeping = keeping_of(checkpoint, self)
+        self._passes = None if self._keeping is None else self._keeping.passes
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -99,6 +120,8 @@ class TrainingModel(FollowingModel):
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
+        if self._keeping is not None:
+            self._keeping.changed()
         if self._program is None:
             # Copies: host arrays may share the memory of the module's tensors.
             self._held = jax.tree.map(jnp.array, state)
@@ -122,6 +145,18 @@ class TrainingModel(FollowingModel):
             RunError: the file cannot be written.
         """
         self._check_alive()
+        trees, note = self._all_of_it()
+        if self._schedule is not None:
+            arrays: dict[str, Any] = {}
+            held = [self._schedule.states(), list(numbers_of(self.optimizer))]
+            note["schedule"] = encoded(held, arrays, "schedule")
+            trees["host"] = arrays
+        if self._log is not None:
+            note[SURROUNDINGS] = surroundings()
+        write_state(path, trees, note)
+
+    def _all_of_it(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state, as trees of arrays, and a note of the rest."""
         self._before_call()
         state = self._state()
         trees = {
@@ -137,8 +172,7 @@ class TrainingModel(FollowingModel):
         note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
         if self._log is not None:
             trees["past"] = self._log.arrays()
-            note[SURROUNDINGS] = surroundings()
-        write_state(path, trees, note)
+        return trees, note
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Resume from a file of `save`: training continues as if it had never stopped.
@@ -148,6 +182,14 @@ class TrainingModel(FollowingModel):
         """
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
+        self._go_on_from(trees, note)
+        if self._schedule is not None and "schedule" in note:
+            states, numbers = decoded(note["schedule"], flat(trees.get("host", {})))
+            put_numbers(self.optimizer, numbers)
+            self._schedule.load(states)
+
+    def _go_on_from(self, trees: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+        """Train on from a saved state; refused if it does not fit."""
         self._take_shared()
         params, buffers = weights_of(self.module)
         unused = frozenset(note.get("unused", ()))
@@ -155,9 +197,11 @@ class TrainingModel(FollowingModel):
         # From the file, not from the optimizer: that one has not made the steps.
         bound.late = note.get("late", {})
         fresh = bound.init({n: jnp.asarray(v) for n, v in params.items()})
-        saved = TrainState(
-            trees.get("param", {}), trees.get("optimizer", {}), trees.get("buffer", {})
-        )
+        kept = dict(trees.get("optimizer", {}))
+        # The rates of a call's steps are no state: the next call sends its own.
+        if 3 in (np.ndim(kept.get("hyper")), np.ndim(fresh["hyper"])):
+            kept["hyper"] = fresh["hyper"]
+        saved = TrainState(trees.get("param", {}), kept, trees.get("buffer", {}))
         # All checks before anything is dropped: a file that does not fit leaves the model as it
         # was.
         check_same_form(saved.params, params, "parameters")
@@ -175,6 +219,100 @@ class TrainingModel(FollowingModel):
         # The module gets these weights when it is read next.
         self._dirty = True
         self.version += 1
+        if self._keeping is not None:
+            self._keeping.changed()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def resume(self, *objects: Any) -> Start:
+        """Restore the newest checkpoint of `checkpoint=`; called before the first call of the model.
+
+        Restored are weights, buffers, the optimizer, its numbers and schedulers, the step, random
+        numbers of PyTorch, NumPy and Python, and the position of the loader, whose next pass goes on
+        after the batches that were used.
+
+        Args:
+            *objects: further objects of your loop whose state belongs to the training; each has
+                `state_dict()` and `load_state_dict()`. The same ones in each start.
+
+        Returns:
+            Where your loop goes on: `.epoch`, `.step`, the batches `.done` in that epoch, and whether
+            anything was `.restored`; all 0 if the directory is empty.
+
+        Raises:
+            UsageError: the model has no `checkpoint=`, or was called already.
+            CheckpointError: the directory is of another training, or in use.
+
+        Example:
+            >>> import tempfile, torch
+            >>> import tailrace.torch as tt
+            >>> module = torch.nn.Linear(2, 1)
+            >>> model = tt.training_model(module, checkpoint=tempfile.mkdtemp())
+            >>> start = model.resume()
+            >>> start.epoch, start.step, start.restored
+            (0, 0, False)
+            >>> model.destroy()
+        """
+        keeping = self._keeping
+        if keeping is None:
+            raise no_checkpoint()
+        if self._program is not None or self._step:
+            raise UsageError(
+                "model.resume() comes before the first call of a model, and before compile(...). Call "
+                "it once, at the start of the script."
+            )
+        found = keeping.read(objects)
+        if found is None:
+            return Start()
+        arrays, note = found
+        kind = type(self.optimizer).__name__
+        here = {
+            "seed": (self._seed, note["seed"]),
+            "optimizer": (kind, note["optimizer"]),
+            "microbatches of a step": (self._options.microbatches, note["microbatches"]),
+            "replicas": (self._options.replicas, note["replicas"]),
+        }
+        keeping.check_same(here)
+        named = {n.removeprefix(STATE): a for n, a in arrays.items() if n.startswith(STATE)}
+        past = {n: a for n, a in arrays.items() if n.startswith(PAST)}
+        try:
+            self._go_on_from({**nested(named), **nested(past)}, note)
+        except RunError as error:
+            raise CheckpointError(
+                f"The checkpoint directory {keeping.directory!r} belongs to another training: {error}"
+            ) from None
+        self._programs = max(0, note["programs"] - 1)
+        return keeping.put_host(arrays, note)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of any loader, for a loop that resumes: with the position in checkpoints.
+
+        A `tt.DataLoader` that was made with the model needs none of this. Each batch is one call's.
+
+        Example:
+            >>> import tempfile, torch
+            >>> import tailrace.torch as tt
+            >>> model = tt.training_model(torch.nn.Linear(2, 1), checkpoint=tempfile.mkdtemp())
+            >>> list(model.batches([1, 2]))
+            [1, 2]
+            >>> model.destroy()
+        """
+        passes = self._passes
+        if passes is None or (isinstance(loader, DataLoader) and loader.options is self):
+            return iter(loader)
+        ahead = isinstance(loader, DataLoader) and loader.mode is not DataLoaderMode.SYNC
+        return passes.follow(loader, lambda: loader, ahead)
+
+    def _saved(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """What a checkpoint has of the model: its state by name, its calls, and a note."""
+        trees, note = self._all_of_it()
+        past = flat(trees.pop("past", {}))
+        note |= {
+            "programs": self._programs,
+            "microbatches": self._options.microbatches,
+            "replicas": self._options.replicas,
+        }
+        return flat(trees), past, note
 
     def replay(
         self,
@@ -228,6 +366,12 @@ class TrainingModel(FollowingModel):
             UsageError: an optimizer of this class has no update on the device.
             OptionError: the optimizer holds a parameter of another module.
         """
+        if self._schedule is not None and optimizer is not self.optimizer:
+            raise UsageError(
+                "The model's scheduler= sets the rates of the optimizer that the model was made with. "
+                "To train on with another one, call destroy() and make a model with it and with a "
+                "scheduler of its own."
+            )
         if self._outdated():
             self._start_over(optimizer)
         self._take_optimizer(optimizer)
@@ -243,8 +387,11 @@ class TrainingModel(FollowingModel):
     def destroy(self) -> None:
         """Copy everything back, free the device and unwrap the module.
 
-        The next call compiles again, for arguments of any form.
+        The next call compiles again, for arguments of any form. A checkpoint directory is given back;
+        the end of the latest pass over a loader is saved, if it was the last thing to happen.
         """
+        if self._keeping is not None:
+            self._keeping.end()
         self.copy_weights_to_host_if_needed()
         # Models with the same weights take the latest ones now: there is no later.
         for other, _ in self._sharing.others:
@@ -279,10 +426,19 @@ class TrainingModel(FollowingModel):
             taps,
             self._seed,
             self._step,
+            self._run_to_go_on(),
         )
         if self._loaded is not None:
             program.engine.build_as_recorded(self._loaded.get(BUILD))
         return program
+
+    def _run_to_go_on(self) -> RunEnd | None:
+        """The run that a resumed model goes on with, in its first program."""
+        if self._keeping is None:
+            return None
+        self._keeping.changed()
+        resumed, self._keeping.resumed = self._keeping.resumed, False
+        return RunEnd(self._keeping.run_end if resumed else None, resumed, self._keeping.directory)
 
     def _options_of_run(self) -> ModelOptions:
         """The options; a program that replaces another one writes to a new run directory."""
@@ -290,16 +446,37 @@ class TrainingModel(FollowingModel):
         if self._options.run_dir is None or self._programs == 1:
             return self._options
         directory = f"{os.fspath(self._options.run_dir)}-{self._programs}"
-        note_once(
-            f"The model has another program from step {self._step} on. Its run: {directory!r}."
-        )
+        if self._keeping is None or not self._keeping.resumed:
+            note_once(
+                f"The model has another program from step {self._step} on. Its run: {directory!r}."
+            )
         return dataclasses.replace(self._options, run_dir=directory)
 
+    def _before_call(self) -> None:
+        if self._keeping is not None and not self._keeping.is_open:
+            self._keeping.open()  # refused before anything is compiled, or a run is begun
+        super()._before_call()
+
+    def _before_run(self) -> None:
+        super()._before_run()
+        if self._keeping is not None:
+            self._keeping.calling(self._program.engine.step)
+
     def _run(self, blocks: list[Any]) -> Any:
+        schedule, first = self._schedule, self._program.engine.step
+        count = self._options.device_iterations
+        if schedule is not None:
+            bound = self._device_optimizer
+            rows = schedule.rows(count, bound.numbers, bound.flags)
+            self._apply_hypers(np.roll(rows, first % count, axis=0))
         try:
             return self._program.run(blocks, self._moved)
         finally:
             # Also of a call that failed: later calls go on from what it has trained.
+            if schedule is not None:
+                schedule.settle(self._program.engine.step - first, count)
+            if self._keeping is not None and self._program.engine.step != first:
+                self._keeping.called(self._program.engine.step)
             if self._program.latest is not None:
                 self._log_call(self._program.latest)
 

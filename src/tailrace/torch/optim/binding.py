@@ -19,6 +19,7 @@ from tailrace.base.array_like import TensorLike
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
+from tailrace.program import in_program
 from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB
@@ -65,6 +66,9 @@ class DeviceOptimizer:
         unused: parameters without a gradient, which do not change, as in PyTorch.
         before: the previous optimizer; a new one of the same class without state continues from its
             state.
+        steps: the steps of a call, if its numbers may differ in each of them; 0: all steps of a call
+            have the same.
+        max_grad_norm: the largest global norm of gradients; None for that of the optimizer.
     """
 
     def __init__(
@@ -75,8 +79,10 @@ class DeviceOptimizer:
         scaled_gradients: bool = False,
         unused: frozenset[str] = frozenset(),
         before: DeviceOptimizer | None = None,
+        steps: int = 0,
+        max_grad_norm: float | None = None,
     ) -> None:
-        self._unused = unused
+        self._unused, self._steps_of_call, self._norm = unused, steps, max_grad_norm
         self.optimizer, self.gradient_scale = optimizer, gradient_scale
         self.scaled_gradients = scaled_gradients
         kind = next((name for one, name in _KINDS if isinstance(optimizer, one)), None)
@@ -106,7 +112,7 @@ class DeviceOptimizer:
         self.late = self._late()
         self.listed = [param for group in optimizer.param_groups for param in group["params"]]
         self.scaled, self.automatic = self.loss_scaling != 1, False
-        self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
+        self.clipped = math.isfinite(self.max_grad_norm)
 
     def scale_automatically(self) -> None:
         """Adapt the loss scale to the gradients, starting from `loss_scaling`."""
@@ -116,6 +122,12 @@ class DeviceOptimizer:
     def loss_scaling(self) -> float:
         """The initial loss scale."""
         return float(getattr(self.optimizer, "loss_scaling", 1.0))
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm that all gradients together are scaled down to."""
+        own = getattr(self.optimizer, "max_grad_norm", math.inf)
+        return float(own if self._norm is None else self._norm)
 
     @property
     def accum_type(self) -> Any:
@@ -141,12 +153,13 @@ class DeviceOptimizer:
 
     def choices(self) -> Any:
         """The properties of the optimizer that the program depends on."""
-        optimizer = self.optimizer
-        norm = getattr(optimizer, "max_grad_norm", math.inf)
-        groups = [
-            (self._flags(group), list(map(id, group["params"]))) for group in optimizer.param_groups
-        ]
-        return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
+        groups = self.optimizer.param_groups
+        held = list(zip(self.flags(), [list(map(id, g["params"])) for g in groups], strict=True))
+        return (self.loss_scaling, math.isfinite(self.max_grad_norm), self.accum_type, held)
+
+    def flags(self) -> list[frozenset[str]]:
+        """The options of each group that decide which tensors exist."""
+        return [self._flags(group) for group in self.optimizer.param_groups]
 
     def keeps_scale(self, param: TensorLike) -> bool:
         """Whether the gradient of a parameter stays scaled until the update.
@@ -156,9 +169,14 @@ class DeviceOptimizer:
         return self.scaled_gradients or jnp.dtype(param.dtype).itemsize < 4
 
     def hypers(self) -> np.ndarray:
-        """The current numbers of all groups."""
-        scaling = self.loss_scaling
-        norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
+        """The current numbers of all groups, as the state has them: for each step, or for all."""
+        numbers = self.numbers()
+        steps = self._steps_of_call
+        return np.broadcast_to(numbers, (steps, *numbers.shape)) if steps else numbers
+
+    def numbers(self) -> np.ndarray:
+        """The current numbers of all groups, [groups, numbers]."""
+        scaling, norm = self.loss_scaling, self.max_grad_norm
         # float32, as on the device: before every call the bytes are compared with those sent last.
         return np.array(
             [row_of(group, self.kind, scaling, norm) for group in self.optimizer.param_groups],
@@ -208,7 +226,7 @@ class DeviceOptimizer:
 
     def apply(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
         """Parameters and state after one step."""
-        step = state["step"] + 1
+        step, hyper = state["step"] + 1, self._hyper(state)
         # A copy of the dicts: `state` belongs to the caller, whose trace still uses it.
         after = {slot: dict(v) if isinstance(v, dict) else v for slot, v in state.items()}
         updated = dict(params)
@@ -217,7 +235,7 @@ class DeviceOptimizer:
         if self.gradient_scale != 1:
             wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
         if self.scaled:
-            scaling = Hypers(state["hyper"][0], self.kind).loss_scaling
+            scaling = Hypers(hyper[0], self.kind).loss_scaling
             if self.automatic:
                 seen = {name: grads[name] for name in wide}
                 after[FACTOR] = updated[FACTOR] = next_factor(seen, params[FACTOR], scaling)
@@ -230,12 +248,12 @@ class DeviceOptimizer:
         # is.
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
-            most = Hypers(state["hyper"][0], self.kind).max_grad_norm
+            most = Hypers(hyper[0], self.kind).max_grad_norm
             # The constant of `torch.nn.utils.clip_grad_norm_`.
             share = jnp.minimum(most / (norm + 1e-6), 1)
             wide = {name: grad * share for name, grad in wide.items()}
         for number, rule in enumerate(self.groups):
-            numbers = Hypers(state["hyper"][number], self.kind)
+            numbers = Hypers(hyper[number], self.kind)
             for name in rule.params:
                 param = params[name]
                 slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
@@ -249,6 +267,15 @@ class DeviceOptimizer:
                     after[slot][name] = value
         after["step"] = step
         return updated, after
+
+    def _hyper(self, state: Mapping[str, Any]) -> Any:
+        """The numbers of this step."""
+        if self._steps_of_call == 0:
+            return state["hyper"]
+        # By the number of the step in the training, which a skipped step advances too: the row of step
+        # s is s modulo the steps of a call.
+        row = in_program.step() % self._steps_of_call
+        return jax.lax.dynamic_index_in_dim(state["hyper"], row, keepdims=False)
 
     # -- on the host ----------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from tailrace.base.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
 
+_NORM_RULE = "max_grad_norm is the most that the norm of all gradients may be, and"
+
 
 def _positive(rule: str, name: str, value: SupportsFloat | str | None, default: float) -> float:
     """A number greater than 0, or the default for None."""
@@ -25,6 +27,19 @@ def _positive(rule: str, name: str, value: SupportsFloat | str | None, default: 
     if not found > 0:
         raise OptionError(f"{rule} is greater than 0. Received: {name}={value!r}.")
     return found
+
+
+def checked_norm(value: float | None, optimizer: torch.optim.Optimizer) -> float | None:
+    """The value of `max_grad_norm=` of a training model."""
+    if value is None:
+        return None
+    own = getattr(optimizer, "max_grad_norm", math.inf)
+    if math.isfinite(own):
+        raise OptionError(
+            f"max_grad_norm is given to the model or to its optimizer of tt.optim. Received: "
+            f"max_grad_norm={value!r} beside {own!r} of {type(optimizer).__name__}. Leave one out."
+        )
+    return _positive(_NORM_RULE, "max_grad_norm", value, math.inf)
 
 
 class _OnDevice:
@@ -45,12 +60,7 @@ class _OnDevice:
         self.loss_scaling = _positive(
             "loss_scaling multiplies the loss and", "loss_scaling", loss_scaling, 1.0
         )
-        self.max_grad_norm = _positive(
-            "max_grad_norm is the most that the norm of all gradients may be, and",
-            "max_grad_norm",
-            max_grad_norm,
-            math.inf,
-        )
+        self.max_grad_norm = _positive(_NORM_RULE, "max_grad_norm", max_grad_norm, math.inf)
         for dtype in (accum_type, *state_types.values()):
             if dtype not in (None, torch.float16, torch.float32, torch.bfloat16):
                 raise UsageError(

@@ -20,8 +20,8 @@ _at_exit: Any = getattr(threading, "_register_atexit", atexit.register)
 """Registers what runs when a process exits. Writing a run needs pools of threads, which Python ends
 before it calls the functions of `atexit`."""
 
-_open: set[Any] = set()
-"""The runs that are open."""
+_open: dict[Any, None] = {}
+"""What is open, and is closed at exit: runs, directories of checkpoints; in their order."""
 
 
 class OpenRun:
@@ -45,8 +45,7 @@ class OpenRun:
             opened = contextlib.ExitStack()
             opened.enter_context(self._journal.open(self._info.copy))
             self._open = opened
-            _close_at_exit()
-            _open.add(self)
+            closed_at_exit(self)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close it, if it is open: history and records on disk are complete afterwards.
@@ -55,18 +54,29 @@ class OpenRun:
             error: why, if a call failed: a run says where a guard has stopped it.
         """
         opened, self._open = self._open, None
-        _open.discard(self)
+        is_closed(self)
         if opened is not None and self._process == os.getpid():
             kind = None if error is None else type(error)
             opened.__exit__(kind, error, None if error is None else error.__traceback__)
 
 
+def closed_at_exit(opened: Any) -> None:
+    """Have `close()` called when the process exits, the latest first."""
+    _close_at_exit()
+    _open[opened] = None
+
+
+def is_closed(opened: Any) -> None:
+    """Nothing is left to be closed."""
+    _open.pop(opened, None)
+
+
 @functools.cache
 def _close_at_exit() -> None:
-    """Have the runs closed that are still open then; once for a process."""
+    """Have closed what is still open then; once for a process."""
 
     def close() -> None:
-        for run in list(_open):
-            run.close()
+        for opened in reversed(list(_open)):
+            opened.close()
 
     _at_exit(close)

@@ -90,6 +90,21 @@ def _loss_of(
     return loss_fn
 
 
+@dataclasses.dataclass(frozen=True)
+class RunEnd:
+    """The run directory of a training with checkpoints.
+
+    Attributes:
+        end: where it was at the checkpoint; None if there was none.
+        resumed: whether it goes on from there.
+        directory: the directory of the checkpoints.
+    """
+
+    end: Mapping[str, Any] | None
+    resumed: bool
+    directory: str
+
+
 class TrainingProgram:
     """An engine whose executions are calls."""
 
@@ -104,6 +119,7 @@ class TrainingProgram:
         own_taps: Sequence[Any],
         seed: int,
         step: int = 0,
+        kept: RunEnd | None = None,
     ) -> None:
         self.options, self._automatic = options, optimizer.automatic
         loss_fn = _loss_of(forward, optimizer, frozen)
@@ -137,6 +153,9 @@ class TrainingProgram:
         self.journal = Journal(
             options.run_dir, leaving_out={tap.kind for tap in own_taps}, timed=True
         )
+        if kept is not None and kept.resumed:
+            none = History(step, options.microbatches, options.replicas)
+            self.journal.take_up(none, kept.end)
         paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
         self.feed = HandedFeed(forward.form.spec())
@@ -151,8 +170,10 @@ class TrainingProgram:
         self._outfeeds = contextlib.ExitStack()
         self._outfeeds.enter_context(self.engine.delivering())
         # A catalogue of a thousand tensors takes tens of milliseconds, so only if something keeps it.
-        kept = self.journal.sink is not None
-        self._run = OpenRun(self.journal, describe(self.engine, steps) if kept else {})
+        info = {} if self.journal.sink is None else describe(self.engine, steps)
+        if info and kept is not None:
+            info = {**info, "checkpoint": kept.directory}
+        self._run = OpenRun(self.journal, info)
         self._run.open()
         weakref.finalize(self, self._run.close).atexit = False  # it closes itself then
         # Over all calls: nobody but the user knows where one training ends and another begins.
