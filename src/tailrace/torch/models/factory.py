@@ -11,10 +11,14 @@ from tailrace.errors import OptionError
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.models.inference import InferenceModel
 from tailrace.torch.models.training import TrainingModel
+from tailrace.torch.models.ways_in import LossChoice
 
 
 def training_model(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossChoice = None,
+    **options: Any,
 ) -> TrainingModel:
     """Wrap a module for training on the device.
 
@@ -25,6 +29,8 @@ def training_model(
     Args:
         module: the module; its forward computes the loss.
         optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        loss: which value that forward returns is trained: a name ("total", "losses.main"), an index, or
+            a function of the output. None: see above.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
     Raises:
@@ -52,7 +58,7 @@ def training_model(
         >>> bool(loss < 0.1), out.shape
         (True, torch.Size([8, 1]))
     """
-    return TrainingModel(module, optimizer, _options(options))
+    return TrainingModel(module, optimizer, _options(options), loss)
 
 
 def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:

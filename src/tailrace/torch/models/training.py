@@ -28,6 +28,7 @@ from tailrace.torch.models.host_sync import FollowingModel, note_hooks_of_steps
 from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
+from tailrace.torch.models.ways_in import LossChoice, check_choice
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.programs.train import TrainingProgram
@@ -53,8 +54,11 @@ class TrainingModel(FollowingModel):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         options: ModelOptions,
+        loss: LossChoice = None,
     ) -> None:
         super().__init__(module, options)
+        check_choice(loss)
+        self._loss = loss
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self._programs = 0
