@@ -15,4 +15,5 @@
     losses           those that stay whole
     resizing         of images
     fourier          transforms
+    backwards        backward passes that stand in a graph
 """

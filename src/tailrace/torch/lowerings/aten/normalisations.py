@@ -170,23 +170,6 @@ def batch_norm_inference(
     return _by_running(x, weight, bias, running_mean, running_var, eps), empty, empty
 
 
-@lowering(aten.native_batch_norm.default)
-def native_batch_norm(
-    x: TensorLike,
-    weight: TensorLike,
-    bias: TensorLike,
-    running_mean: TensorLike,
-    running_var: TensorLike,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, Any, Any]:
-    """By either, as `training` says."""
-    if training:
-        return batch_norm_alone(x, weight, bias, training, momentum, eps)
-    return batch_norm_inference(x, weight, bias, running_mean, running_var, momentum, eps)
-
-
 @lowering(aten._fused_rms_norm.default)
 def rms_norm(
     x: TensorLike, shape: Sequence[int], weight: TensorLike, eps: float | None
