@@ -43,6 +43,7 @@ FRONT_ENDS = (
     ("tailrace.keras.keras_seams", "keras"),
     ("tailrace.compat.tensorflow.tensors", "keras"),
     ("tailrace.torch.torchax.loading", "torchax"),
+    ("tailrace.torch.capture.internals", "torch"),
 )
 """Files of front ends with probes, and the package that each needs. By name: a front end imports no
 other, and only a diagnosis looks at all of them."""

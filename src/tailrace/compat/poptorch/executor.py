@@ -45,6 +45,7 @@ class PoplarExecutor(Model):
     (True, False)
     """
 
+    _captures = False
     _given: Options
     _detached = False
     _compile_s = 0.0

@@ -106,7 +106,7 @@ def rebuild(value: object, replace: Callable[[Any], Any]) -> Any:
         for key, part in parts.items():
             same[key] = part
         # A class whose items are also attributes, such as a model output.
-        shown = {name: parts[name] for name in _attributes(value) if name in parts}
+        shown = {name: parts[name] for name in attributes_of(value) if name in parts}
         return _with_fields(same, {**shown, **beside})
     if isinstance(value, tuple | list):
         # A named tuple takes its items one by one, every other sequence all at once.
@@ -148,7 +148,7 @@ def held_elsewhere(value: object, held: Callable[[Any], bool]) -> tuple[str, typ
         if found := held_elsewhere(part, held):
             return found
     # What `flatten` visits is known; anything else that holds a tensor would go unnoticed.
-    for name, part in _attributes(value).items():
+    for name, part in attributes_of(value).items():
         if name not in known and _holds(part, held, set(), _DEPTH):
             return name, type(value)
     return None
@@ -165,13 +165,13 @@ def _holds(value: object, held: Callable[[Any], bool], seen: set[int], depth: in
     if id(value) in seen or not depth:
         return False
     seen.add(id(value))
-    inside = list(_attributes(value).values())
+    inside = list(attributes_of(value).values())
     inside += value.values() if isinstance(value, dict) else ()
     inside += value if isinstance(value, tuple | list) else ()
     return any(_holds(part, held, seen, depth - 1) for part in inside)
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """The attributes of an object of an unknown class; empty for classes and functions."""
     if isinstance(value, set | frozenset | deque):
         return {str(number): part for number, part in enumerate(value)}

@@ -109,6 +109,10 @@ class CallForm:
             tuple(np.dtype(leaf.dtype) for _, leaf in leaves),
         )
 
+    def examples(self) -> list[torch.Tensor]:
+        """Tensors of the form of one microbatch, in the order of `names`."""
+        return [torch.zeros(self._cut(shape), dtype=dtype) for shape, dtype in self.shapes]
+
     def arguments(
         self, element: dict[str, Any], wrap: Callable[[Any], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,6 +20,7 @@ from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.errors import UsageError
+from tailrace.torch.models.ways_in import learned
 from tailrace.torch.tracing.backward_hooks import hooks_of
 from tailrace.torch.tracing.forward import Forward, weights_of, written_name
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
@@ -33,6 +34,8 @@ class Model(ABC):
     """
 
     _default_mode = OutputMode.ALL
+    _captures = True
+    """Whether a module may be captured; PopTorch's rules, of losses and blocks, are those of a trace."""
 
     def __init__(self, module: torch.nn.Module, options: ModelOptions) -> None:
         if isinstance(module, Model):
@@ -55,6 +58,8 @@ class Model(ABC):
         self._anchors: dict[str, Anchor] = {}
         self._anchored: dict[str, np.ndarray] = {}
         self._forward: Forward | None = None
+        self._loss: Any = None
+        """Which value that the module returns is trained, where the user says so."""
         self._program: Any = None
         self._parts: dict[tuple[str, str], Any] = {}
         # `torch.manual_seed` then decides dropout here as well.
@@ -220,12 +225,14 @@ class Model(ABC):
         form = CallForm(self.module.forward, args, kwargs, self._options.pieces)
         options = self._options
         function = ModuleFunction(self.module, self._training, options.precision, options.staging)
-        forward = Forward(function, form)
         params, buffers = weights_of(self.module)
         self._hooks_now = hooks_of(self.module)
         self._hooks_traced = self._hooks_now()
         # A trace of its own comes first: outputs, losses and blocks decide what the program is made of.
-        forward.learn(params, buffers, self._default_mode is OutputMode.FINAL)
+        training = self._default_mode is OutputMode.FINAL
+        forward = learned(
+            function, form, params, buffers, training, self._loss, self._captures
+        )
         self._forward = forward
         self._before_making(forward)
         taps = self._taps(forward)

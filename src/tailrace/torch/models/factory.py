@@ -12,13 +12,14 @@ from tailrace.errors import OptionError
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.models.inference import InferenceModel
 from tailrace.torch.models.training import TrainingModel
+from tailrace.torch.models.ways_in import LossChoice
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 
 
 def training_model(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    *,
+    loss: LossChoice = None,
     scheduler: Any = None,
     max_grad_norm: float | None = None,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
@@ -33,6 +34,8 @@ def training_model(
     Args:
         module: the module; its forward computes the loss.
         optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        loss: which value that forward returns is trained: a name ("total", "losses.main"), an index, or
+            a function of the output. None: see above.
         scheduler: a `torch.optim.lr_scheduler` of that optimizer, or a list of them: advanced once a
             step, inside calls. A schedule by epochs is stepped by your loop instead.
         max_grad_norm: the norm of all gradients is scaled down to it before the update, as
@@ -70,6 +73,7 @@ def training_model(
         module,
         optimizer,
         _options(options),
+        loss=loss,
         scheduler=scheduler,
         max_grad_norm=max_grad_norm,
         checkpoint=checkpoint,

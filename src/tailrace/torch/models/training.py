@@ -36,6 +36,7 @@ from tailrace.torch.models.saving import (
     read_state,
     write_state,
 )
+from tailrace.torch.models.ways_in import LossChoice, check_choice
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.classes import checked_norm
@@ -67,11 +68,14 @@ class TrainingModel(FollowingModel):
         optimizer: torch.optim.Optimizer | None,
         options: ModelOptions,
         *,
+        loss: LossChoice = None,
         scheduler: Any = None,
         max_grad_norm: float | None = None,
         checkpoint: Any = None,
     ) -> None:
         super().__init__(module, options)
+        check_choice(loss)
+        self._loss = loss
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self._schedule = None if scheduler is None else Schedule(scheduler, optimizer)

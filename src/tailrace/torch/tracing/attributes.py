@@ -9,7 +9,7 @@ as a count of calls, changes while forward is traced and not while it runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ import torch
 from tailrace.base.messages import note_once
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten
-from tailrace.torch.tracing.watch import Watch, is_traced
 
 _NUMBERS = (bool, int, float)
 
@@ -26,8 +25,15 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 @contextlib.contextmanager
-def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
+def attributes_put_back(
+    root: torch.nn.Module, made: Callable[[object], bool], used: Callable[[object], bool]
+) -> Iterator[None]:
     """A context around a trace, after which attributes that it set to tensors are as before.
+
+    Args:
+        root: the module.
+        made: whether a value is a tensor of the trace.
+        used: whether it is one from outside that the trace has used.
 
     Raises:
         ProgramError: forward has used the value of one that it then set.
@@ -40,7 +46,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     finally:
         for path, inner, held in before:
             # Lists and dicts are looked into: `self.features.append(x)` keeps a tensor as well.
-            for name in _traced_in(vars(inner), _OF_EVERY_MODULE):
+            for name in _set_in(vars(inner), made, _OF_EVERY_MODULE):
                 # PyTorch's own modules keep what they compute with (`nn.LSTM._flat_weights`).
                 if not type(inner).__module__.startswith("torch."):
                     changed.append((f"{path}.{name}".strip("."), held.get(name, (None,))[0]))
@@ -50,7 +56,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
                 if type(number) in _NUMBERS and type(now) in _NUMBERS and now != number:
                     counted.append((f"{path}.{name}".strip("."), number, now))
                     vars(inner)[name] = number
-            for name in _traced_in(vars(inner)["_buffers"]):  # None before, or not there
+            for name in _set_in(vars(inner)["_buffers"], made):  # None before, or not there
                 changed.append((f"{path}.{name}".strip("."), None))
                 inner._buffers[name] = None
     for name, number, now in counted:
@@ -63,7 +69,7 @@ def attributes_put_back(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
         )
     # After everything is put back: an error must not leave tensors of the program in the module.
     for name, value in changed:
-        if any(id(leaf) in watch.constants for _, leaf in flatten(value)):
+        if any(used(leaf) for _, leaf in flatten(value)):
             raise ProgramError(
                 f"Attribute {name} is used and then reassigned within the model. The new tensor would "
                 f"be lost after the call. Make it a buffer, and update it in place: "
@@ -84,9 +90,13 @@ def _held(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
     return {name: (v, v.copy() if type(v) in (list, dict) else None) for name, v in own.items()}
 
 
-def _traced_in(attributes: dict[str, Any], besides: frozenset[str] = frozenset()) -> list[str]:
+def _set_in(
+    attributes: dict[str, Any],
+    made: Callable[[object], bool],
+    besides: frozenset[str] = frozenset(),
+) -> list[str]:
     own = [(name, v) for name, v in attributes.items() if name not in besides]
-    return [name for name, v in own if any(is_traced(leaf) for _, leaf in flatten(v))]
+    return [name for name, v in own if any(made(leaf) for _, leaf in flatten(v))]
 
 
 def _put_back(attributes: dict[str, Any], name: str, held: dict[str, tuple[Any, Any]]) -> None:

@@ -16,6 +16,7 @@ from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Jaxpr
 from tailrace.jaxprs.operations import keeps_value, stops_gradient
+from tailrace.torch.capture import marked as marked  # defines its operation
 from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
 from tailrace.torch.tracing.watch import current_watch
@@ -49,6 +50,10 @@ LOSS_FUNCTIONS = frozenset(
 """PyTorch's own; the modules (`nn.NLLLoss`, ...) call these."""
 
 
+class LossError(ProgramError):
+    """Which value of a forward pass is the loss cannot be told."""
+
+
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     """Mark a tensor as the loss, reduced by "sum", "mean" or not at all ("none").
 
@@ -79,6 +84,8 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
             f"Unsupported reduction type! The reduction of a loss is 'sum', 'mean' or 'none'. "
             f"Received: reduction={reduction!r}."
         )
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.tailrace.marked_loss(out)
     watch = current_watch()
     return out if watch is None else watch.mark_loss(out)
 
@@ -95,7 +102,7 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
         trained: its inputs that are parameters with a gradient.
     """
     if not losses:
-        raise ProgramError(
+        raise LossError(
             "Couldn't find a loss in graph. Training needs one: compute it in forward with a loss of "
             "torch.nn (such as nn.CrossEntropyLoss), or mark a value of your own with "
             "tt.identity_loss(x, reduction='mean')."
@@ -124,7 +131,7 @@ def final_loss(jaxpr: Jaxpr, losses: Sequence[Any], trained: Collection[Any]) ->
     final = [number for number in range(len(losses)) if number not in feeding]
     # Which of several to train by is the user's choice: their sum would be a guess.
     if len(final) != 1:
-        raise ProgramError(
+        raise LossError(
             f"Multiple independent losses found in graph. Graph must have one final loss. Wrap final "
             f"graph loss in identity_loss: tt.identity_loss(total, reduction='mean'), where total is "
             f"computed from all of them, such as real_loss + fake_loss of a discriminator. Received: "

@@ -148,22 +148,26 @@ class ModuleFunction:
         # The order counts. Of modes, the one entered last sees a function first: `WatchingMode`, then
         # torchax's environment. PyTorch's own settings come before both.
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_quiet())
+            stack.enter_context(quiet())
             # PyTorch's code mixes dtypes freely, also where the caller has made JAX strict.
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
             if self.precision is not None:
                 stack.enter_context(jax.default_matmul_precision(self.precision))
-            stack.enter_context(_without_looking_at_values())
+            stack.enter_context(without_looking_at_values())
+            stack.enter_context(_as_if_compiled())
             # The modes of when the model was made or `train()` was called: the module's own may differ
             # by now.
-            stack.enter_context(_modes(self.module, self.training))
+            stack.enter_context(in_modes(self.module, self.training))
             stack.enter_context(cumulative_norms(self.module))
             # torchax's own key would be a constant of the trace: every step would draw the same
             # dropout mask.
             stack.enter_context(env.override_property(prng=key))
             stack.enter_context(watched(watch))
             stack.enter_context(module_scopes(self.module, watch))
-            stack.enter_context(attributes_put_back(self.module, watch))
+            used = watch.constants
+            stack.enter_context(
+                attributes_put_back(self.module, is_traced, lambda leaf: id(leaf) in used)
+            )
             stack.callback(self.module.register_forward_hook(_refuses_rebinding(tensors)).remove)
             # PyTorch's code asks whether gradients are on; the caller may have called the model
             # under `no_grad`.
@@ -260,7 +264,7 @@ def training_modes(module: torch.nn.Module) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]) -> Iterator[None]:
+def in_modes(module: torch.nn.Module, wanted: Mapping[str, bool]) -> Iterator[None]:
     """The modules in the given modes, for as long as this lasts."""
     inside = dict(module.named_modules())
     before = {name: inner.training for name, inner in inside.items()}
@@ -274,7 +278,7 @@ def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without JAX's warnings about 64-bit dtypes, which PyTorch's code asks for all the time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
@@ -284,34 +288,41 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_looking_at_values() -> Iterator[None]:
+def without_looking_at_values() -> Iterator[None]:
     """Without those parts of PyTorch that look at values to choose or to check.
 
     Fused attention is one opaque operation; transformers compare a mask with the causal one, to say
-    so to attention, which gets the mask anyway; distributions check their parameters. Libraries that
-    choose by values (`transformers`: is nothing masked?) do not where they are compiled.
+    so to attention, which gets the mask anyway; distributions check their parameters.
     """
     # Switches and attributes of the whole process, put back at the end: PyTorch has none for one call.
     distribution: Any = torch.distributions.Distribution
     fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
     detect = transformer._detect_is_causal_mask
+    torch.backends.mha.set_fastpath_enabled(False)
+    distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = _said_to_be_causal
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        distribution.set_default_validate_args(checked)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def _as_if_compiled() -> Iterator[None]:
+    """What libraries do where they are compiled: `transformers` chooses by values elsewhere."""
     hook: Any = torch.utils.hooks.BackwardHook
     compiling = torch.compiler.is_compiling
     set_up = hook.setup_input_hook, hook.setup_output_hook
     # Hooks of the backward pass look for nodes of PyTorch's graph; training refuses them by name.
     hook.setup_input_hook = hook.setup_output_hook = _as_given
-    torch.backends.mha.set_fastpath_enabled(False)
-    distribution.set_default_validate_args(False)
-    transformer._detect_is_causal_mask = _said_to_be_causal
     torch.compiler.is_compiling = lambda: True
     try:
         yield
     finally:
         torch.compiler.is_compiling = compiling
         hook.setup_input_hook, hook.setup_output_hook = set_up
-        transformer._detect_is_causal_mask = detect
-        distribution.set_default_validate_args(checked)
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _as_given(_: object, values: Tree) -> Any:

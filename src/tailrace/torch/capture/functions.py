@@ -1,0 +1,155 @@
+"""`torch.autograd.Function`: both of its bodies as one operation, with the gradient of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.fx import GraphModule, Node
+
+from tailrace.errors import ProgramError
+from tailrace.torch.capture import internals
+from tailrace.torch.capture.marked import OPERATION
+from tailrace.torch.lowerings.evaluate import evaluate
+from tailrace.torch.lowerings.random_numbers import is_random, next_key
+from tailrace.torch.lowerings.table import lowering
+
+_numbers = itertools.count()
+_pairs: weakref.WeakValueDictionary[int, BodyPair] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(eq=False)
+class BodyPair:
+    """The two bodies of a custom function, as core ATen.
+
+    Attributes:
+        forward: inputs to outputs, and what backward takes.
+        backward: gradients of the outputs, and what forward has left, to gradients of the inputs.
+        outputs: how many outputs there are.
+        examples: what Dynamo knows of the outputs.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int
+    examples: list[torch.Tensor]
+
+
+@torch.library.custom_op("tailrace::custom_function", mutates_args=())
+def _custom_function(inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    raise NotImplementedError("runs in captured programs only")
+
+
+@_custom_function.register_fake
+def _(inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    examples = _pairs[number].examples
+    return [
+        torch.empty_strided(tuple(one.shape), one.stride(), dtype=one.dtype, device=one.device)
+        for one in examples
+    ]
+
+
+def as_operation(
+    graph: GraphModule, node: Node, prepare: Callable[[GraphModule], list[Any]]
+) -> list[Any]:
+    """Replace a custom function in Dynamo's graph; returns what has to live as long as the graph."""
+    first, second, *inputs = node.args
+    if node.kwargs.get("dirty_idx"):
+        raise ProgramError(
+            "A torch.autograd.Function that changes its inputs in place (ctx.mark_dirty) has no form "
+            "on the device. Return a new tensor instead."
+        )
+    forward, backward = (getattr(graph, str(body.target)) for body in (first, second))
+    examples = internals.value_of(node)
+    examples = [examples] if isinstance(examples, torch.Tensor) else list(examples)
+    held = [*prepare(forward), *prepare(backward)]
+    pair = BodyPair(_functional(forward), _functional(backward), len(examples), examples)
+    number = next(_numbers)
+    _pairs[number] = pair
+    tensors = [one for one in inputs if isinstance(one, Node)]
+    if len(tensors) != len(inputs):
+        raise ProgramError("A torch.autograd.Function takes tensors and constants.")
+    node.target, node.args, node.kwargs = _operation, (tensors, number), {}
+    return [pair, *held]
+
+
+def _operation(inputs: Any, number: int) -> Any:
+    return tuple(torch.ops.tailrace.custom_function(inputs, number))
+
+
+def _functional(body: GraphModule) -> GraphModule:
+    examples = [internals.value_of(n) for n in body.graph.find_nodes(op="placeholder")]
+    _flatten_results(body)
+    aten, writes = internals.to_aten(body, examples)
+    if writes:
+        raise ProgramError(
+            "A torch.autograd.Function that changes tensors in place which it was given has no form on "
+            "the device. Return new tensors instead."
+        )
+    return aten
+
+
+def _flatten_results(body: GraphModule) -> None:
+    (output,) = body.graph.find_nodes(op="output")
+    output.args = (tuple(_flat(output.args[0])),)
+    body.recompile()
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return [leaf for part in value for leaf in _flat(part)]
+    return [value]
+
+
+@lowering(torch.ops.tailrace.custom_function.default)
+def _lowered(inputs: Sequence[Any], number: int) -> tuple[Any, ...]:
+    pair = _pairs[number]
+    # A key of its own, handed in: what is drawn inside of a function that JAX transforms stays there.
+    random = any(is_random(node.target) for node in pair.forward.graph.nodes)
+    key = next_key() if random else None
+
+    @jax.custom_vjp
+    def apply(key: Any, *inputs: Any) -> tuple[Any, ...]:
+        return forward(key, *inputs)[0]
+
+    def forward(key: Any, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
+        results = evaluate(pair.forward, inputs, key)
+        return tuple(results[: pair.outputs]), (inputs, results[pair.outputs :])
+
+    def backward(kept: Any, gradients: Any) -> tuple[Any, ...]:
+        inputs, saved = kept
+        given = [_zeros(g, like) for g, like in zip(gradients, pair.examples, strict=True)]
+        found = evaluate(pair.backward, [*given, *saved], None)
+        pairs = itertools.zip_longest(inputs, found)
+        return (None, *(_cotangent(value, gradient) for value, gradient in pairs))
+
+    apply.defvjp(forward, backward)
+    return apply(key, *inputs)
+
+
+def _zeros(gradient: Any, like: torch.Tensor) -> Any:
+    """The gradient of an output; zeros for one of whole numbers."""
+    if getattr(gradient, "dtype", None) == jax.dtypes.float0:
+        return jnp.zeros(tuple(like.shape), jnp.float32)
+    return gradient
+
+
+def _cotangent(value: Any, gradient: Any) -> Any:
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    if gradient is None:
+        return jnp.zeros_like(value)
+    # As PyTorch has it: summed to the shape of the input, and in its dtype.
+    return jnp.asarray(gradient, value.dtype).reshape(value.shape)
+
+
+@lowering(OPERATION)
+def _marked(x: Any) -> Any:
+    return x
