@@ -1,7 +1,7 @@
 """A graph of ATen operations, evaluated in JAX.
 
-Each operation runs under the scopes of its module. What depends on no input is computed at once, so that what
-looks at values (which mask is causal?) may know it.
+Each operation runs under the scopes of its module. What depends on no input is computed at once, so
+that what looks at values (which mask is causal?) may know it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PLACES = frozenset(("device", "layout", "memory_format", "pin_memory"))
 """Arguments that say where a result is, and how it lies there."""
 
 LARGEST_CONSTANT = 2**26
-"""The bytes of a value above which it is computed in the program although it depends on no input: as a constant
-it would be a part of the program's text."""
+"""The bytes of a value above which it is computed in the program although it depends on no input: as a
+constant it would be a part of the program's text."""
 
 
 def evaluate(
@@ -110,12 +110,12 @@ def lowering_of(node: torch.fx.Node) -> Any:
             return LOWERINGS[target]
         if target is operator.getitem or getattr(target, "__module__", "") == "_operator":
             return target
-    path = module_path(node)
-    where = f" in module {path!r}" if path else ""
-    line = source_line(node)
+    path, line = module_path(node), source_line(node)
+    places = [f"in module {path!r}"] * bool(path) + [f"by `{line}`"] * bool(line)
+    called = f" (called {', '.join(places)})" if places else ""
     raise ProgramError(
-        f"{node.target} has no form that runs on the device (called{where}{f': {line}' if line else ''}). "
-        f"Compute it by other operations, or outside of the module."
+        f"{node.target} has no form that runs on the device{called}. Compute it by other "
+        f"operations, or outside of the module."
     )
 
 
@@ -149,8 +149,8 @@ def _path(name: str) -> str:
 
 
 class _Scopes:
-    """The scopes of modules that are open. A scope is entered once for the operations of one call of a module:
-    each entry is another one for those who name values."""
+    """The scopes of modules that are open. A scope is entered once for the operations of one call of a
+    module: each entry is another one for those who name values."""
 
     def __init__(self) -> None:
         self.open: list[tuple[Any, Any]] = []

@@ -117,14 +117,18 @@ def index(x: TensorLike, indices: Sequence[TensorLike | None]) -> Any:
 def _refuse_masks(indices: Sequence[TensorLike | None]) -> None:
     if any(one is not None and one.dtype in (bool, jnp.uint8) for one in indices):
         raise ProgramError(
-            "An index may be no mask on the device: how many entries it selects would depend on values. "
+            "An index may be no mask on the device: how many entries it selects would depend on "
+            "values. "
             "Received: a boolean tensor as index. Select by torch.where, or multiply by the mask."
         )
 
 
 @lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
-    x: TensorLike, indices: Sequence[TensorLike | None], values: TensorLike, accumulate: bool = False
+    x: TensorLike,
+    indices: Sequence[TensorLike | None],
+    values: TensorLike,
+    accumulate: bool = False,
 ) -> Any:
     """With entries by indices replaced, or added to."""
     values = as_dtype(values, x.dtype)
@@ -181,9 +185,7 @@ def _spots(index: TensorLike, dim: int) -> tuple[Any, ...]:
     return tuple(spots)
 
 
-def _scattered(
-    x: TensorLike, dim: int, index: TensorLike, source: TensorLike, how: str
-) -> Any:
+def _scattered(x: TensorLike, dim: int, index: TensorLike, source: TensorLike, how: str) -> Any:
     if not x.ndim or not index.ndim:
         row = [jnp.reshape(part, -1) for part in (x, index, source)]
         return _scattered(row[0], 0, row[1], row[2], how).reshape(x.shape)
@@ -260,7 +262,8 @@ def _extreme(
     fixed_base, fixed = jax.lax.stop_gradient((base, source))
     place = fixed_base.at[spots]
     found = place.max(fixed) if reduce == "amax" else place.min(fixed)
-    # The value is the extreme itself; beside it the terms that reach it, which are 0 and have the gradient.
+    # The value is the extreme itself; beside it the terms that reach it, which are 0 and have the
+    # gradient.
     own = (fixed_base == found) & (include_self | ~touched)
     hit = fixed == found[spots]
     count = own.astype(x.dtype).at[spots].add(hit.astype(x.dtype))

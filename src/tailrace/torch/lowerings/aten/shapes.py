@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -188,7 +189,7 @@ def split_with_sizes(x: TensorLike, sizes: Sequence[int], dim: int = 0) -> tuple
     ends = np.cumsum([0, *sizes])
     return tuple(
         jax.lax.slice_in_dim(x, int(first), int(last), 1, dim)
-        for first, last in zip(ends, ends[1:], strict=False)
+        for first, last in itertools.pairwise(ends)
     )
 
 
