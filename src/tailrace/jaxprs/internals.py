@@ -113,14 +113,18 @@ __all__ = [
 ]
 
 
-def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
-    """A primitive that returns its operands unchanged and is never removed as dead code.
+def define_marker(
+    name: str, is_shown: Callable[..., bool], is_passing: Callable[..., bool]
+) -> Primitive:
+    """A primitive that returns its operands unchanged and is not removed as dead code.
 
     The caller adds derivative rules; evaluation, lowering, batching and dead-code rules are the same
     for every marker.
 
     Args:
         name: the primitive's name.
+        is_passing: whether an equation with these parameters is only on the way to another one, and may
+            be removed as dead code.
         is_shown: whether an equation with these parameters has a visible effect (an enqueue, a print).
             Such an equation survives even where JAX keeps only effects: in a differentiated loop.
     """
@@ -135,9 +139,15 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
         marker.bind(*values, **params),
         dims,
     )
-    # A mark whose result is unused must survive: it says "show this", not "compute with this".
-    # The equation is the last argument; since 0.12 the liveness of the inputs comes before it.
-    pe.dce_rules[marker] = lambda *live: ([True] * len(live[-1].invars), live[-1])
+
+    def live_inputs(used: list[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+        # The equation is the last argument; since 0.12 the liveness of the inputs comes before it.
+        equation = rest[-1]
+        # A mark whose result is unused must survive: it says "show this", not "compute with this".
+        lives = any(used) or not is_passing(**equation.params)
+        return [lives] * len(equation.invars), equation if lives else None
+
+    pe.dce_rules[marker] = live_inputs
     return marker
 
 

@@ -61,7 +61,11 @@ class Tag:
 
 
 mark_p = internals.define_marker(
-    "tailrace_mark", lambda *, tag: tag.site >= 0 and tag.direction == FORWARD
+    "tailrace_mark",
+    is_shown=lambda *, tag: tag.site >= 0 and tag.direction == FORWARD,
+    # Nothing flows back through a tangent that nothing depends on. Kept alive in a `jax.checkpoint`, it
+    # would be transposed all the same, and JAX cannot transpose a scan whose rows have no cotangent.
+    is_passing=lambda *, tag: tag.direction == TANGENT,
 )
 cross_replica_p = internals.Primitive("tailrace_cross_replica")
 gather_p = internals.Primitive("tailrace_gather")

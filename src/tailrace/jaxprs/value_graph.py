@@ -199,12 +199,14 @@ class ValueGraph(Visitor[Value, Around]):
         outvars: Sequence[Atom],
         here: Position | None = None,
     ) -> list[Value]:
-        # A result counts as constant only if it is a copy of one; `free_numbers` handles folding.
         operation = Operation(name, inputs, position=here)
         self.operations.append(operation)
-        known = operation.kept is not None and operation.kept.constant
+        # XLA computes what depends on constants alone while it compiles. An array without elements is
+        # one, wherever it comes from: its sum is the literal 0.
+        known = name not in (BORDER, UNKNOWN) and all(value.constant for value in inputs)
         operation.results = [
-            Value(_shape(var), _dtype(var), operation, constant=known) for var in outvars
+            Value(_shape(var), _dtype(var), operation, constant=known or 0 in _shape(var))
+            for var in outvars
         ]
         for index, value in enumerate(inputs):
             value.users.append((operation, index))

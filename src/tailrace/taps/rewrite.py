@@ -53,6 +53,9 @@ from tailrace.taps.resolver import OnMark, Resolver
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine, looks_of
 from tailrace.taps.while_passes import run_while
 
+MANY = 1024
+"""Statistics of this many elements are loops of their own, with which XLA fuses what they read."""
+
 
 @dataclasses.dataclass
 class Rewriter(Visitor[Any, Frame]):
@@ -141,7 +144,10 @@ class Rewriter(Visitor[Any, Frame]):
                 outputs[want.output] = want.change(outputs[want.output], around.step())
         for want in wants:
             if want.change is None and (around.observing or not want.sparse):
-                around.emit(RawKey((want,)), _read_by(want, outputs[want.output], around))
+                read = _read_by(want, outputs[want.output], around)
+                if not (want.widens and read.size >= MANY):
+                    read = _aside(read, around.ambient.first_step)
+                around.emit(RawKey((want,)), read)
         return outputs
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
@@ -318,6 +324,20 @@ def _read_by(want: Wanted, value: Any, around: Frame) -> Any:
     if not isinstance(value, jax.Array):
         return jnp.asarray(value)  # a literal of the program
     return around.widened.get(id(value), (None, value))[1] if want.widens else value
+
+
+def _aside(value: Any, known: Any) -> Any:
+    """A value as a tap reads it, so that XLA's CPU compiler compiles its other readers as without it.
+
+    XLA computes a cheap value again in each kernel that reads it, but only if all its readers can be
+    fused with it. One that cannot, such as the carry of a loop, would have it written to memory; a
+    product in memory is rounded before it is added to something. A select can be fused with anything,
+    and the compiler does not know which way it goes; `known` is a number of the running program that is
+    not negative.
+    """
+    if devices.platform() != "cpu" or not isinstance(known, jax.Array):
+        return value
+    return jnp.where(known >= 0, value, jnp.zeros((), value.dtype))
 
 
 def _rows(leaf: jax.Array, number: jax.Array, count: int) -> jax.Array:
