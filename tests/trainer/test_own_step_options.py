@@ -154,6 +154,10 @@ REFUSED = {
     "shard_optimizer_state": (True, "an optimizer that keeps less"),
     "offload_activations": (True, "jax.checkpoint around layers"),
     "ema": (0.999, "optax.incremental_update"),
+    "mesh": (None, r"replicas= and tr.cross_replica_mean"),
+    "shard": ("fsdp", r"replicas= and tr.cross_replica_mean"),
+    "batch_axes": ((), r"tr.Trainer\(..., mesh=, shard=\)"),
+    "device": (None, "tr.configure chooses the devices"),
 }
 
 

@@ -21,6 +21,10 @@ from tailrace.trainer.modules.own_state import BoundStep, OwnBinding, TreeBindin
 from tailrace.trainer.observation.logged_values import NORM, taps_of
 
 _OPTIMIZER = "Make its state with optimizer.init, keep it in the state, and update in the step."
+_MESH = (
+    "The state of a step of your own is whole on each replica: use replicas= and tr.cross_replica_mean "
+    "to train on several devices, or a loss and an optimizer: tr.Trainer(..., mesh=, shard=)."
+)
 _MEMORY = "Only the step knows which of its state is an optimizer's."
 
 REFUSED = {
@@ -49,6 +53,10 @@ REFUSED = {
         "Keep the average in the state: optax.incremental_update(params, average, 0.001) in the step; "
         "eval_fn(state, *batch) then uses it."
     ),
+    "mesh": _MESH,
+    "shard": _MESH,
+    "batch_axes": _MESH,
+    "device": "tr.configure chooses the devices of the process; a step of your own is on the first.",
 }
 """The options of `tr.Trainer` that a step of the user's own cannot have, and what to write instead."""
 
