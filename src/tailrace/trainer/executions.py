@@ -15,9 +15,6 @@ from tailrace.records.parts import Part
 from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
 
-SKIPPED = "skipped"
-"""The scalar that says which steps a guard has skipped."""
-
 
 # Compared by identity: `==` of the fields would compare arrays, and wait for the device.
 @dataclasses.dataclass(frozen=True, eq=False)
