@@ -22,7 +22,7 @@ SKIPPED = "skipped"
 
 
 def leading(names: Iterable[str]) -> str:
-    """The metric that stands for all: the loss, or else the first by name.
+    """The one metric to show of several: the loss, or else the first by name.
 
     It is shown while training runs, and has the shape that all metrics of a step have.
 

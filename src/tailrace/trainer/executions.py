@@ -72,7 +72,7 @@ class Results:
 
     @property
     def losses(self) -> np.ndarray:
-        """The loss of each step, as the history of a fit has it, or the metric that stands for it."""
+        """The loss of each step, as the history of a fit has it, or the metric in its place."""
         return step_means(one_of(self.scalars), self.weights)
 
     @property
