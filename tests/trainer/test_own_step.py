@@ -440,6 +440,9 @@ def test_a_step_that_does_not_fit_is_refused(step, text):
 def test_what_is_no_state_or_step_is_refused():
     with pytest.raises(ProgramError, match="at least one array. Received: state={}"):
         tr.Trainer.from_step(counted, {})
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ProgramError, match=r"a Tensor of another library. Convert it: np.asarray"):
+        tr.Trainer.from_step(counted, {"w": torch.zeros(2)})
     with pytest.raises(OptionError, match="step_fn is a function of state and batch. Received: 3"):
         tr.Trainer.from_step(3, {"w": 0.0})
 

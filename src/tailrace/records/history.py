@@ -14,19 +14,15 @@ from tailrace.records.fingerprints import FingerprintLog
 
 LOSS = "loss"
 
-LOGGED = (
-    "learning_rate",
-    "grad_norm",
-    "examples_per_second",
-    "tokens_per_second",
-    "mfu",
-    "skipped",
-)
-"""Columns that no step computes, unless it calls its own so."""
+LOGGED = ("learning_rate", "grad_norm", "examples_per_second", "tokens_per_second", "mfu")
+"""Columns of `log=`, which no step computes unless it calls its own so."""
+
+SKIPPED = "skipped"
+"""The column that says which steps a guard has skipped."""
 
 
 def leading(names: Iterable[str]) -> str:
-    """The metric that stands for all: the loss, or else the first by name.
+    """The one metric to show of several: the loss, or else the first by name.
 
     It is shown while training runs, and has the shape that all metrics of a step have.
 
@@ -34,7 +30,7 @@ def leading(names: Iterable[str]) -> str:
     ('loss', 'critic')
     """
     found = sorted(names)
-    own = [name for name in found if name.split("/")[0] not in LOGGED]
+    own = [name for name in found if name.split("/")[0] not in (*LOGGED, SKIPPED)]
     return LOSS if LOSS in found or not found else (own or found)[0]
 
 

@@ -15,11 +15,11 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.step.loss_scale import NAME as SCALE
 from tailrace.program.step.loss_scale import LossScale, note_collapse
 from tailrace.program.tracing.tap_selection import Sight
-from tailrace.records.history import one_of, split_emission
+from tailrace.records.history import SKIPPED, one_of, split_emission
 from tailrace.records.records import take_records
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import StopOnNonfinite
-from tailrace.trainer.executions import SKIPPED, Results, Ticket
+from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.observation.nonfinite_guard import BadStep, bad_steps, first_bad_step
 from tailrace.trainer.sentinel import Sentinel
 from tailrace.trainer.state_digests import StateDigests

@@ -15,9 +15,6 @@ from tailrace.records.parts import Part
 from tailrace.records.records import Records
 from tailrace.taps.frame import Emission
 
-SKIPPED = "skipped"
-"""The scalar that says which steps a guard has skipped."""
-
 
 # Compared by identity: `==` of the fields would compare arrays, and wait for the device.
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +72,7 @@ class Results:
 
     @property
     def losses(self) -> np.ndarray:
-        """The loss of each step, as the history of a fit has it, or the metric that stands for it."""
+        """The loss of each step, as the history of a fit has it, or the metric in its place."""
         return step_means(one_of(self.scalars), self.weights)
 
     @property

@@ -161,6 +161,8 @@ class OwnStep(Step):
         """The new state, of the shapes and dtypes of the old one; numbers become arrays."""
 
         def leaf(path: tuple[Any, ...], old: jax.Array, new: Any) -> jax.Array:
+            if hasattr(new, "dtype") and not isinstance(new, jax.Array):
+                new = jnp.asarray(new)  # float64 of NumPy is float32 here
             dtype = dtype_beside(old, new)
             if jnp.shape(new) != old.shape or dtype != old.dtype:
                 raise ProgramError(

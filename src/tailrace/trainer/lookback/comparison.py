@@ -9,8 +9,8 @@ import numpy as np
 
 from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
-from tailrace.records.history import leading, one_of, step_means
-from tailrace.trainer.executions import SKIPPED, Results
+from tailrace.records.history import SKIPPED, leading, one_of, step_means
+from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.outcome import Difference, Replay
 from tailrace.trainer.lookback.recorded import (
     WEIGHTS,

@@ -31,7 +31,7 @@ class Recorded:
 
     Attributes:
         losses: those of all microbatches and replicas of a step, in order, by step.
-        leading: the metric that stands for the loss; "loss" if there is one.
+        leading: the name of the loss, or of the metric in its place.
         executions: fingerprints by (first step, steps).
         rows: where the other scalars of a step are: columns by name, and the row in them.
     """

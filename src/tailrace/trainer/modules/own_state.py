@@ -163,6 +163,12 @@ def _are_carried(state: Tree) -> list[bool]:
         for leaf in jax.tree.leaves(part) if inside else (part,):
             if (said := without_values(leaf)) is not None:
                 raise ProgramError(f"state is a tree of arrays. Received: {said}")
+            # Kept as it is, an array of another library would silently never change.
+            if not _is_array(leaf) and hasattr(leaf, "__array__"):
+                raise ProgramError(
+                    f"state is a tree of arrays of JAX or NumPy. Received: a {type(leaf).__name__} of "
+                    f"another library. Convert it: np.asarray(x)."
+                )
             found.append(_is_array(leaf) and not (inside and isinstance(leaf, _NUMBERS)))
     return found
 

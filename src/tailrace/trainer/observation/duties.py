@@ -13,9 +13,9 @@ import numpy as np
 from tailrace.base.messages import logger
 from tailrace.errors import NonFiniteError
 from tailrace.program.compiling.compilations import Compilation, listening
-from tailrace.records.history import History
+from tailrace.records.history import SKIPPED, History
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.executions import SKIPPED, Results
+from tailrace.trainer.executions import Results
 from tailrace.trainer.observation.bundles import keep_bundle
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.nonfinite_guard import too_many_skipped

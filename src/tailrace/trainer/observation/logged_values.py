@@ -24,7 +24,7 @@ from tailrace.devices.peaks import PEAKS, peak_of
 from tailrace.errors import OptionError
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
-from tailrace.records.history import one_of
+from tailrace.records.history import LOGGED, one_of
 from tailrace.records.parts import Part
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.reductions import norm
@@ -33,13 +33,7 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.observation.schedule import Schedule
 
-RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
-    "learning_rate",
-    "grad_norm",
-    "examples_per_second",
-    "tokens_per_second",
-    "mfu",
-)
+RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = LOGGED
 
 IN_STATE = "hyperparams/learning_rate"
 """The end of the path of a rate in the state of `optax.inject_hyperparams`."""
