@@ -535,7 +535,7 @@ def test_a_weight_that_is_no_number():
 
 
 def test_a_dataset_that_is_none():
-    with pytest.raises(DataError, match="This is not a dataset"):
+    with pytest.raises(OptionError, match="or give a dataset"):
         trainer_of().fit(None)
     with pytest.raises(DataExhausted, match="at least one element"):
         trainer_of().fit([])

@@ -202,6 +202,8 @@ def _refuse(obj: object) -> NoReturn:
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     what = "None" if obj is None else f"a {type(obj).__name__}: {shown}"
     instead = getattr(type(obj), "instead_of_a_dataset", ACCEPTED)
+    if obj is None:
+        instead += " Only a fit can do without: fit(None, steps=...)."
     raise DataError(f"This is not a dataset. Received: {what}. {instead}")
 
 

@@ -17,7 +17,13 @@ import numpy as np
 from tailrace.base.messages import counted, note_once
 from tailrace.base.trees import Tree, describe, leaf_called
 from tailrace.data.dtypes import check_numeric
+from tailrace.data.no_data import NoElement
 from tailrace.errors import DataError, ElementError, ProgramError, TailraceError
+
+# Here, because nothing in `data` imports JAX.
+jax.tree_util.register_pytree_node(
+    NoElement, lambda element: ((element.byte,), None), lambda _, leaves: NoElement(*leaves)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +86,18 @@ class ElementSpec:
     @property
     def text(self) -> str:
         """Shapes and dtypes of the leaves, for messages."""
+        if self.structure == jax.tree.structure(NoElement(0)):
+            return "no data"
         return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in self.leaves)
 
     def tree(self) -> Tree:
         """The spec as a tree of `jax.ShapeDtypeStruct`."""
-        return jax.tree.unflatten(self.structure, self.leaves)
+        return self.element(self.leaves)
+
+    def element(self, leaves: Sequence[Any]) -> Tree:
+        """The element that functions get, from its leaves; without data it has none for them."""
+        element = jax.tree.unflatten(self.structure, leaves)
+        return NoElement() if isinstance(element, NoElement) else element
 
     def conform(self, element: Tree, number: int) -> list[Any]:
         """The leaves of element `number`, checked against the spec; raises an ElementError."""
@@ -215,6 +228,8 @@ def bind_element(
         return (tuple(element) if isinstance(element, tuple | list) else (element,)), {}
     before = (None,) * given
     ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((element,), {})]
+    if isinstance(element, NoElement):
+        ways = [((), {})]
     if isinstance(element, tuple | list):
         # A named tuple is one object to its author: passed whole if the function allows it.
         named = hasattr(element, "_fields")
@@ -241,6 +256,8 @@ def _describe(element: Tree) -> str:
         return f"the keyword arguments {sorted(map(str, element))}"
     if isinstance(element, tuple | list):
         return counted(len(element), "positional argument")
+    if isinstance(element, NoElement):
+        return "nothing, as there is no data"
     return "one array"
 
 

@@ -22,6 +22,7 @@ from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dtypes import store_narrowed
+from tailrace.data.no_data import NoElements
 from tailrace.data.positions.loader_state import (
     State,
     changed,
@@ -319,6 +320,10 @@ class Reader:
             state = own_copy(source.get_state())  # type: ignore[attr-defined]
             drawn = generators_of(loader_state(self._dataset.origin))
             self._states.append((self._produced, state, changed(drawn, self.began)))
+        if isinstance(source, NoElements):
+            self._produced += count
+            whole = [*before, [source.read(count)]]
+            return (whole[0] if len(whole) == 1 else self._join(whole)), None
         if isinstance(source, BatchIterator) and not self._ended:
             block, done = self._blocks.read(source, count, self._spec)
             self._produced += done

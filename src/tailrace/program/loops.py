@@ -177,7 +177,8 @@ def _loop_body(
             if infeed is None:
                 after = body(*first)
             else:
-                after = call(body, first, dequeue(counter, infeed, infeed.spec().tree()))
+                spec = infeed.spec()
+                after = call(body, first, spec.element(dequeue(counter, infeed, spec.leaves)))
         # Checked by us: JAX's own message speaks of a scan that the user did not write.
         return _same_form(state, after)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from tailrace.base.checks import check_count, check_flag
 from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
+from tailrace.data.no_data import or_no_data
 from tailrace.devices.processes import distributed
 from tailrace.errors import OptionError
 from tailrace.feeds.waiting import Patience
@@ -355,7 +356,8 @@ class Trainer(Measuring, LookingBack):
         """Train.
 
         Args:
-            dataset: the training data; see `tr.InfeedQueue`.
+            dataset: the training data; see `tr.InfeedQueue`. None, with `steps`, if the loss function
+                needs none: `loss_fn(params)`.
             steps: the exact number of steps, which take steps x microbatches x replicas
                 elements. The dataset is not restarted.
             epochs: the number of passes over the dataset; 1 if neither is given. Elements at the end
@@ -395,7 +397,7 @@ class Trainer(Measuring, LookingBack):
                 progress = check_flag("progress", progress, error=OptionError)
             if inputs is not None:
                 self.set_inputs(inputs)
-            source = as_dataset(dataset)
+            source = as_dataset(dataset := or_no_data(dataset))
             duration.check_ends(source)
             evaluate = partial(self.evaluate, timeout_s=timeout_s)
             validation = Validation(validation_data, validation_every, evaluate)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.base.trees import Tree
+from tailrace.data.no_data import NO_DATA
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -18,7 +19,7 @@ from tailrace.trainer.engine import Engine
 
 def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     """The cost of training on elements like `example`, with `length` steps per execution."""
-    feed = engine.use([example])
+    feed = engine.use(NO_DATA if example is None else [example])
     state, count = engine.state, engine.accumulation.microbatches
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
     explanation = explain(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tailrace.base.checks import check_count
 from tailrace.base.trees import Tree
+from tailrace.data.no_data import or_no_data
 from tailrace.errors import OptionError, ProgramError
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
@@ -29,7 +30,7 @@ class Measuring:
         """The cost of training on elements like `example`: memory, FLOPs, compile time.
 
         Args:
-            example: one element of the dataset.
+            example: one element of the dataset; None for `fit(None)`.
             steps: the number of steps per execution; None: as configured, or 10.
 
         Raises:
@@ -58,7 +59,7 @@ class Measuring:
         dataset.
 
         Args:
-            dataset: the data, as for `fit`.
+            dataset: the data, as for `fit`; None for none.
             executions: the number of profiled executions; one more runs before them.
 
         Returns:
@@ -79,7 +80,7 @@ class Measuring:
             True
         """
         self._fits.check_alone()
-        found = profiled(self.engine, dataset, executions, self._fits.pace)
+        found = profiled(self.engine, or_no_data(dataset), executions, self._fits.pace)
         self._journal.add_profile(found.to_json())
         return found
 

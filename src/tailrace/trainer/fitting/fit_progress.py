@@ -7,6 +7,7 @@ import dataclasses
 from tailrace.base.array_like import TensorLike
 from tailrace.base.checks import check_count
 from tailrace.data.dataset import Dataset
+from tailrace.data.no_data import NO_DATA
 from tailrace.errors import DataError, OptionError
 
 
@@ -39,6 +40,11 @@ class Duration:
 
     def check_ends(self, source: Dataset) -> None:
         """Refuse epochs of a dataset that repeats without end."""
+        if self.steps is None and source is NO_DATA:
+            raise OptionError(
+                f"fit(None) trains without data, which has no epochs, for a number of steps. Received: "
+                f"{self}. Use fit(None, steps=...), or give a dataset."
+            )
         if self.steps is None and source.endless:
             raise DataError(
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "

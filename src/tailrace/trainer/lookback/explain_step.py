@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import rows_read
+from tailrace.data.no_data import NO_DATA
+from tailrace.errors import DataError
 from tailrace.records.record import Record
 from tailrace.records.scores import robust_scores
 from tailrace.taps.catalogue import Entry
@@ -104,6 +106,10 @@ def explain_step(
     fits: int | None = None,
 ) -> StepExplanation:
     """Run a past step again, example by example; see `tr.Trainer.explain_step`."""
+    if dataset is NO_DATA:
+        raise DataError(
+            "A step is explained row by row, and a fit without data has no rows. Use trainer.replay."
+        )
     start = nearest(checkpoint, step, fits, margin=BEFORE)
     recorded = known_of(start, step, recorded, engine)
     # Gradients whole, because each row is compared with their direction; of all other tensors the

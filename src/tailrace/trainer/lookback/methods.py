@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tailrace.base.trees import Tree
+from tailrace.data.no_data import or_no_data
 from tailrace.errors import OptionError
 from tailrace.taps.tap import Observe
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ class LookingBack:
 
         Args:
             step: the index of the step.
-            dataset: the dataset that was trained on.
+            dataset: the dataset that was trained on; None after `fit(None)`.
             observe: taps, as for the trainer.
             checkpoint: the directory that was passed to `fit(checkpoint=...)`.
 
@@ -79,7 +80,9 @@ class LookingBack:
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
-        return replay(self.engine, step, dataset, observe, checkpoint, recorded, self._made)
+        return replay(
+            self.engine, step, or_no_data(dataset), observe, checkpoint, recorded, self._made
+        )
 
     def explain_step(
         self,
@@ -122,7 +125,9 @@ class LookingBack:
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
-        return explain_step(self.engine, step, dataset, checkpoint, recorded, self._made)
+        return explain_step(
+            self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made
+        )
 
     def rewind(
         self,
@@ -140,7 +145,7 @@ class LookingBack:
 
         Args:
             step: the trainer's step afterwards.
-            dataset: the dataset that was trained on so far.
+            dataset: the dataset that was trained on so far; None after `fit(None)`.
             checkpoint: the directory that was passed to `fit(checkpoint=...)`.
             reason: stored in the run directory.
 
@@ -172,7 +177,9 @@ class LookingBack:
         before = self.engine.step
         recorded = recorded_by(self._journal)
         check = self._journal.check_belongs
-        proved = rewind(self.engine, step, dataset, checkpoint, recorded, self._made, check)
+        proved = rewind(
+            self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made, check
+        )
         said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
         self._journal.rewind(step, {**said, "proved": proved})
         return proved
