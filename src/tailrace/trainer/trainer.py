@@ -174,7 +174,7 @@ class Trainer(Measuring, LookingBack):
         self.config, logged = check_config(config), parse_log(log)
         self.engine = Engine(
             loss_fn,
-            optimizer,
+            self._bound.optimizer(optimizer),
             self._bound.params,
             accumulation=accumulation,
             replicas=replicas,
