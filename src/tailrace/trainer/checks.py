@@ -132,6 +132,39 @@ def _guarded_twice(guard: StopOnNonfinite, name: str) -> OptionError:
     )
 
 
+def check_ema(ema: object) -> Any:
+    """The decay as a float, an optax transformation, or None."""
+    if ema is None or callable(getattr(ema, "update", None)):
+        return ema
+    if isinstance(ema, bool) or not isinstance(ema, int | float) or not 0 <= ema < 1:
+        raise OptionError(
+            f"ema= is the decay of the averaged parameters, at least 0 and less than 1, or an optax "
+            f"transformation such as optax.ema(0.999). Received: ema={ema!r}. Use ema=0.999."
+        )
+    return float(ema)
+
+
+def check_like_params(now: Tree, given: Tree) -> Any:
+    """Check that parameters for an evaluation have the form of the trained ones."""
+    old, new = jax.tree.structure(now), jax.tree.structure(given)
+    if old != new:
+        raise OptionError(
+            f"params= is a tree like trainer.params, {old}. Received: {new}. Change leaves of "
+            f"trainer.params, which is a copy."
+        )
+
+    def leaf(path: tuple[Any, ...], form: Any, value: TensorLike) -> Any:
+        dtype = dtype_beside(form, value)
+        if jnp.shape(value) != form.shape or dtype != form.dtype:
+            raise OptionError(
+                f"params= has the shapes and dtypes of trainer.params: {path_name(path) or 'params'!r} "
+                f"is {form.dtype}{list(form.shape)}. Received: {dtype}{list(jnp.shape(value))}."
+            )
+        return jnp.asarray(value, form.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, now, given)
+
+
 def check_optimizer(optimizer: object) -> None:
     """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
     has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]

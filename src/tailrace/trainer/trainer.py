@@ -20,7 +20,7 @@ from tailrace.base.trees import Tree
 from tailrace.data.adapters import as_dataset
 from tailrace.data.no_data import or_no_data
 from tailrace.devices.processes import distributed
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
@@ -29,6 +29,7 @@ from tailrace.profiling.timeline.trace import Trace, as_trace
 from tailrace.program.compiling.build import Build, Option
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.averaging import average_in, averaging
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
 from tailrace.program.step.update_rule import Optimizer
@@ -42,8 +43,11 @@ from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
 from tailrace.trainer.checks import (
     check_callbacks,
     check_config,
+    check_ema,
     check_eval_fn,
     check_fingerprint,
+    check_like_params,
+    check_optimizer,
     check_state,
 )
 from tailrace.trainer.costs.measuring import Measuring
@@ -116,6 +120,10 @@ class Trainer(Measuring, LookingBack):
         log: additional values of the history: "learning_rate", "grad_norm", "examples_per_second",
             "tokens_per_second", "mfu". A dict has their arguments:
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
+        ema: averages the parameters over the steps: the decay, such as 0.999, or an optax
+            transformation that is given the parameters after each step (`optax.ema(0.999)`, which
+            corrects the bias of its start; a decay starts from the initial parameters). `evaluate`,
+            validation and `predict` then use the average, `trainer.ema_params`.
         config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
         rewrites: rewrites of the program to switch off, such as `{"boundaries": False}`.
         compiler_options: options of XLA's compiler for the programs of this trainer, by their names in
@@ -164,6 +172,7 @@ class Trainer(Measuring, LookingBack):
         run_dir: str | os.PathLike[str] | None = None,
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
+        ema: Any = None,
         config: Mapping[str, Any] | None = None,
         rewrites: Mapping[str, bool] | None = None,
         compiler_options: Mapping[str, Option] | None = None,
@@ -172,9 +181,12 @@ class Trainer(Measuring, LookingBack):
         # to these.
         self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.config, logged = check_config(config), parse_log(log)
+        check_optimizer(optimizer)
+        optimizer, ema = self._bound.optimizer(optimizer), check_ema(ema)
+        self._averages = ema is not None
         self.engine = Engine(
             loss_fn,
-            self._bound.optimizer(optimizer),
+            averaging(optimizer, ema) if self._averages else optimizer,
             self._bound.params,
             accumulation=accumulation,
             replicas=replicas,
@@ -228,6 +240,35 @@ class Trainer(Measuring, LookingBack):
             params = self.engine.copied(self.engine.state.params)
         params = params if self.pipeline is None else self.pipeline.tie(params)
         return self._bound.shown_params(params)
+
+    @property
+    def ema_params(self) -> Any:
+        """A copy of the averaged parameters, which `ema=` keeps.
+
+        Raises:
+            ProgramError: there is no `ema=`.
+        """
+        with self._fits.reading():
+            params = self.engine.copied(self._averaged())
+        params = params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(params)
+
+    def _averaged(self) -> Any:
+        if not self._averages:
+            raise ProgramError(
+                "trainer.ema_params are averaged parameters, which tr.Trainer(..., ema=0.999) keeps. "
+                "Received: a trainer without ema=. Use trainer.params."
+            )
+        state = self.engine.state
+        return average_in(state.optimizer_state, state.params)
+
+    def _read(self, params: Tree) -> tuple[Any, Any]:
+        """Parameters and model state for an evaluation: those given, the average, or as trained."""
+        read = self.engine.read()
+        if params is not None:
+            given = params if self.pipeline is None else self.pipeline.untie(params)
+            return check_like_params(self.engine.form.params, given), read[1]
+        return (self._averaged(), read[1]) if self._averages else read
 
     @property
     def model_state(self) -> Any:
@@ -458,6 +499,7 @@ class Trainer(Measuring, LookingBack):
         dataset: object,
         fn: Callable[..., Any] | None = None,
         *,
+        params: Tree = None,
         combine: Combine = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
@@ -467,6 +509,8 @@ class Trainer(Measuring, LookingBack):
             dataset: the data; all of it is read, including a smaller last batch.
             fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or the
                 result of a loss function. None: the trainer's `eval_fn`, or else the loss function.
+            params: other parameters, a tree like `trainer.params`. None: the trainer's; with `ema=`,
+                their average.
             combine: how values of batches are combined. None: scalars and arrays of floats are averaged
                 over all rows, arrays of integers are summed. With `tr.Accumulation(weight=)`, the loss
                 and `eval_fn` are averaged by these weights instead of rows, as in training. "mean",
@@ -486,7 +530,7 @@ class Trainer(Measuring, LookingBack):
         # A function of another kind may take other batches, and has its own mean.
         weighted, fn = fn is None, self._eval_fn if fn is None else self._bound.function(fn)
         with self._fits.reading():
-            read = self.engine.read()
+            read = self._read(params)
             return self._evaluator.evaluate(dataset, fn, read, combine, timeout_s, weighted)
 
     def predict(
@@ -495,6 +539,7 @@ class Trainer(Measuring, LookingBack):
         fn: Callable[..., Any] | None = None,
         live: bool = False,
         *,
+        params: Tree = None,
         timeout_s: float | None = None,
     ) -> Any:
         """The results of `fn` for each element of a dataset, in order.
@@ -505,6 +550,7 @@ class Trainer(Measuring, LookingBack):
                 None, with a pipeline given as a list: the result of its last stage.
             live: whether to return an iterator that yields the result of each element while the rest is
                 still being computed, instead of all results at the end.
+            params: other parameters, as for `evaluate`.
             timeout_s: the longest wait for an element, as in `fit`.
 
         Returns:
@@ -528,7 +574,7 @@ class Trainer(Measuring, LookingBack):
                 f"as predict(dataset, fn)."
             )
         with self._fits.reading():
-            read = self.engine.read()
+            read = self._read(params)
             if live:
                 # A copy: the caller may continue training while results are read.
                 return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)

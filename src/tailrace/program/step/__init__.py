@@ -7,6 +7,7 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
     plain_step        microbatches of a model that is differentiated as a whole
     accumulation      how the gradients of microbatches become one
     update_rule       the update, by optax or by an optimizer of another library
+    averaging         an average of the parameters over the steps
     loss_again        the loss as a function of parameters, for line searches
     loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
 

@@ -50,8 +50,7 @@ class Extra:
         value_fn = cast("Callable[..., Any]", self.value_fn)
 
         def grad_fn(params: Tree, _: object) -> Any:
-            gradient: Callable[..., Any] = jax.grad(value_fn)
-            return gradient(params)
+            return cast("Any", jax.grad(value_fn)(params))
 
         known: dict[str, Any] = {
             "value": self.value,
