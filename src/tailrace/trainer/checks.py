@@ -14,11 +14,10 @@ from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
-from tailrace.jaxprs.array_trees import dtype_beside, not_an_array, returning_arrays
+from tailrace.jaxprs.array_trees import dtype_beside, not_an_array
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.memory.optimizer_state import is_tapped
-from tailrace.program.optimizers import AccumulationState
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.own_step import StepFunction
@@ -28,6 +27,7 @@ from tailrace.taps.tap import AnyTap, StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.modules.recognition import without_values
 from tailrace.trainer.observation.monitoring import Monitor
+from tailrace.trainer.optax_kinds import check_kind
 
 
 def check_model(
@@ -50,7 +50,7 @@ def check_model(
         accumulation, params = pipeline.accumulation, pipeline.untie(params)
     check_params(params)
     check_values("model_state", model_state)
-    check_accumulates_once(optimizer, params)
+    check_kind(optimizer, params)
     return accumulation, params
 
 
@@ -136,6 +136,39 @@ def _guarded_twice(guard: StopOnNonfinite, name: str) -> OptionError:
     )
 
 
+def check_ema(ema: object) -> Any:
+    """The decay as a float, an optax transformation, or None."""
+    if ema is None or callable(getattr(ema, "update", None)):
+        return ema
+    if isinstance(ema, bool) or not isinstance(ema, int | float) or not 0 <= ema < 1:
+        raise OptionError(
+            f"ema= is the decay of the averaged parameters, at least 0 and less than 1, or an optax "
+            f"transformation such as optax.ema(0.999). Received: ema={ema!r}. Use ema=0.999."
+        )
+    return float(ema)
+
+
+def check_like_params(now: Tree, given: Tree) -> Any:
+    """Check that parameters for an evaluation have the form of the trained ones."""
+    old, new = jax.tree.structure(now), jax.tree.structure(given)
+    if old != new:
+        raise OptionError(
+            f"params= is a tree like trainer.params, {old}. Received: {new}. Change leaves of "
+            f"trainer.params, which is a copy."
+        )
+
+    def leaf(path: tuple[Any, ...], form: Any, value: TensorLike) -> Any:
+        dtype = dtype_beside(form, value)
+        if jnp.shape(value) != form.shape or dtype != form.dtype:
+            raise OptionError(
+                f"params= has the shapes and dtypes of trainer.params: {path_name(path) or 'params'!r} "
+                f"is {form.dtype}{list(form.shape)}. Received: {dtype}{list(jnp.shape(value))}."
+            )
+        return jnp.asarray(value, form.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, now, given)
+
+
 def check_optimizer(optimizer: object) -> None:
     """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
     has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]
@@ -144,63 +177,6 @@ def check_optimizer(optimizer: object) -> None:
             f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
             f"For example optax.sgd(0.01)."
         )
-
-
-def check_accumulates_once(optimizer: Optimizer, params: Tree) -> None:
-    """Refuse an optimizer that accumulates: the trainer does, and it would happen twice."""
-    import optax
-
-    def accumulates(state: Tree) -> bool:
-        return isinstance(state, AccumulationState | optax.MultiStepsState)
-
-    # By the type of its state: an accumulating transformation may be anywhere inside a chain.
-    init = returning_arrays("optimizer.init returns", optimizer.init)
-    state = jax.eval_shape(init, params)
-    parts = jax.tree.leaves(state, is_leaf=accumulates)
-    if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
-        raise OptionError(
-            "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
-            "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
-            "tr.optimizers.gradient_accumulation are for hand-written loops."
-        )
-
-
-def check_gives_loss(optimizer: Optimizer, params: Tree, pipelined: bool) -> bool:
-    """Whether the optimizer needs the loss of the step; refuse one that needs more."""
-    import optax
-
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return False
-    state = jax.eval_shape(optimizer.init, params)
-
-    def problem(extra: Mapping[str, Any]) -> TypeError | None:
-        def update(grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> Any:
-            return optimizer.update(grads, state, params, **extra)
-
-        try:
-            jax.eval_shape(update, params, state, params, extra)
-        except TypeError as error:
-            return error
-        except Exception:  # of no argument: the step, in which it may be fine, says so
-            return None
-        return None
-
-    # Asked by a call: a chain takes any arguments, and only its parts know what they need.
-    if problem({}) is None:
-        return False
-    found = problem({"value": jax.ShapeDtypeStruct((), jnp.float32)})
-    if found is not None:
-        raise OptionError(
-            f"An optimizer gets gradients, its state, parameters and, if it needs it, value=: the loss "
-            f"of the step. Received: an optimizer whose update says {str(found)!r}. A line search, "
-            f"which calls the loss function again, needs a loop of its own."
-        ) from found
-    if pipelined:
-        raise OptionError(
-            "In a pipeline the optimizer does not get the loss of the step, value=, which this "
-            "optimizer needs (as optax.contrib.reduce_on_plateau does). Use a schedule of the step."
-        )
-    return True
 
 
 def check_pipeline(accumulation: object) -> None:

@@ -52,7 +52,6 @@ from tailrace.program.tracing.tap_selection import Sight
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import GradientDigest, Observe, parse_taps
 from tailrace.trainer.checks import (
-    check_gives_loss,
     check_guards,
     check_model,
     check_numbers,
@@ -64,6 +63,7 @@ from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_m
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.held_state import begin_own_state, begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
+from tailrace.trainer.optax_kinds import needs_of
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 from tailrace.trainer.training_programs import TrainingPrograms
@@ -175,7 +175,13 @@ class Engine:
             keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
-            check_gives_loss(optimizer, params, pipelined),
+            needs_of(
+                optimizer,
+                params,
+                self.accumulation.microbatches,
+                placement.replicas,
+                pipelined=pipelined,
+            ),
             sharding and StepSharding.of(sharding, params, first.forms, model_state),
         )
         scaling = self.step_function.loss_scale

@@ -22,7 +22,7 @@ from tailrace.data.no_data import or_no_data
 from tailrace.devices.devices import Device
 from tailrace.devices.processes import distributed
 from tailrace.devices.shard_rules import Shard
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
@@ -31,6 +31,7 @@ from tailrace.profiling.timeline.trace import Trace, as_trace
 from tailrace.program.compiling.build import Build, Option
 from tailrace.program.compiling.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.averaging import average_in, averaging
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.update_rule import Optimizer
 from tailrace.records.history import History
@@ -43,8 +44,11 @@ from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
 from tailrace.trainer.checks import (
     check_callbacks,
     check_config,
+    check_ema,
     check_eval_fn,
     check_fingerprint,
+    check_like_params,
+    check_optimizer,
     check_state,
 )
 from tailrace.trainer.costs.measuring import Measuring
@@ -120,6 +124,10 @@ class Trainer(Measuring, LookingBack):
         log: additional values of the history: "learning_rate", "grad_norm", "examples_per_second",
             "tokens_per_second", "mfu". A dict has their arguments:
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
+        ema: averages the parameters over the steps: the decay, such as 0.999, or an optax
+            transformation that is given the parameters after each step (`optax.ema(0.999)`, which
+            corrects the bias of its start; a decay starts from the initial parameters). `evaluate`,
+            validation and `predict` then use the average, `trainer.ema_params`.
         config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
         rewrites: rewrites of the program to switch off, such as `{"boundaries": False}`.
         compiler_options: options of XLA's compiler for the programs of this trainer, by their names in
@@ -177,6 +185,7 @@ class Trainer(Measuring, LookingBack):
         run_dir: str | os.PathLike[str] | None = None,
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
+        ema: Any = None,
         config: Mapping[str, Any] | None = None,
         rewrites: Mapping[str, bool] | None = None,
         compiler_options: Mapping[str, Option] | None = None,
@@ -190,6 +199,9 @@ class Trainer(Measuring, LookingBack):
         self._bound: Binding
         self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.config, logged = check_config(config), parse_log(log)
+        check_optimizer(optimizer)
+        optimizer, ema = self._bound.optimizer(optimizer), check_ema(ema)
+        self._averages = ema is not None
         place = ModelPlace.of(
             loss_fn,
             self._bound.params,
@@ -209,7 +221,7 @@ class Trainer(Measuring, LookingBack):
         with place.within():
             self.engine = Engine(
                 loss_fn,
-                optimizer,
+                averaging(optimizer, ema) if self._averages else optimizer,
                 place.own(self._bound.params),
                 accumulation=accumulation,
                 replicas=replicas,
@@ -325,7 +337,7 @@ class Trainer(Measuring, LookingBack):
             (1.0, 50)
         """
         trainer = cls.__new__(cls)
-        trainer._bound = bound = bind_state(state)
+        trainer._bound, trainer._averages = (bound := bind_state(state)), False
         trainer.config, logged = check_config(config), parse_log(log)
         trainer.engine = engine_of_step(
             step_fn,
@@ -368,6 +380,35 @@ class Trainer(Measuring, LookingBack):
             params = self.engine.copied(self.engine.state.params)
         params = params if self.pipeline is None else self.pipeline.tie(params)
         return self._bound.shown_params(params)
+
+    @property
+    def ema_params(self) -> Any:
+        """A copy of the averaged parameters, which `ema=` keeps.
+
+        Raises:
+            ProgramError: there is no `ema=`.
+        """
+        with self._fits.reading():
+            params = self.engine.copied(self._averaged())
+        params = params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(params)
+
+    def _averaged(self) -> Any:
+        if not self._averages:
+            raise ProgramError(
+                "trainer.ema_params are averaged parameters, which tr.Trainer(..., ema=0.999) keeps. "
+                "Received: a trainer without ema=. Use trainer.params."
+            )
+        state = self.engine.state
+        return average_in(state.optimizer_state, state.params)
+
+    def _read(self, params: Tree) -> tuple[Any, Any]:
+        """Parameters and model state for an evaluation: those given, the average, or as trained."""
+        read = self.engine.read()
+        if params is not None:
+            given = params if self.pipeline is None else self.pipeline.untie(params)
+            return check_like_params(self.engine.form.params, given), read[1]
+        return (self._averaged(), read[1]) if self._averages else read
 
     @property
     def model_state(self) -> Any:
@@ -600,6 +641,7 @@ class Trainer(Measuring, LookingBack):
         dataset: object,
         fn: Callable[..., Any] | None = None,
         *,
+        params: Tree = None,
         combine: Combine = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
@@ -609,6 +651,8 @@ class Trainer(Measuring, LookingBack):
             dataset: the data; all of it is read, including a smaller last batch.
             fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or the
                 result of a loss function. None: the trainer's `eval_fn`, or else the loss function.
+            params: other parameters, a tree like `trainer.params`. None: the trainer's; with `ema=`,
+                their average.
             combine: how values of batches are combined. None: scalars and arrays of floats are averaged
                 over all rows, arrays of integers are summed. With `tr.Accumulation(weight=)`, the loss
                 and `eval_fn` are averaged by these weights instead of rows, as in training. "mean",
@@ -629,7 +673,7 @@ class Trainer(Measuring, LookingBack):
         weighted, fn = fn is None, self._eval_fn if fn is None else self._bound.function(fn)
         check_evaluates(self.engine, fn)
         with self._fits.reading():
-            read = self.engine.read()
+            read = self._read(params)
             return self._evaluator.evaluate(dataset, fn, read, combine, timeout_s, weighted)
 
     def predict(
@@ -638,6 +682,7 @@ class Trainer(Measuring, LookingBack):
         fn: Callable[..., Any] | None = None,
         live: bool = False,
         *,
+        params: Tree = None,
         timeout_s: float | None = None,
     ) -> Any:
         """The results of `fn` for each element of a dataset, in order.
@@ -648,6 +693,7 @@ class Trainer(Measuring, LookingBack):
                 None, with a pipeline given as a list: the result of its last stage.
             live: whether to return an iterator that yields the result of each element while the rest is
                 still being computed, instead of all results at the end.
+            params: other parameters, as for `evaluate`.
             timeout_s: the longest wait for an element, as in `fit`.
 
         Returns:
@@ -671,7 +717,7 @@ class Trainer(Measuring, LookingBack):
                 f"as predict(dataset, fn)."
             )
         with self._fits.reading():
-            read = self.engine.read()
+            read = self._read(params)
             if live:
                 # A copy: the caller may continue training while results are read.
                 return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read), timeout_s)

@@ -6,6 +6,8 @@ STAGES = "tailrace.stages"
 FEEDS = "tailrace.feeds"
 TAPS = "tailrace.taps"
 OPTIMIZER = "optimizer"
+LOSS_AGAIN = "loss_again"
+"""A loss that an optimizer evaluates again, with the keys of the first time."""
 STASH = "tailrace.stash"
 """The buffers in which stages keep values for their backward."""
 

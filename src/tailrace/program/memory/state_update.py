@@ -36,7 +36,7 @@ class HeldUpdate:
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
         taken: whether the step is applied or skipped; None for always applied.
-        loss: the loss of the step, for an optimizer that needs it.
+        extra: what else the optimizer needs.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class HeldUpdate:
         grads: Tree,
         state: TrainState,
         taken: Tree = None,
-        loss: Tree = None,
+        extra: Tree = None,
     ) -> None:
         self.keeping, self.taps = keeping, taps
-        forms = (_forms(grads), keeping.forms, _forms(state.params), _forms((taken, loss)))
+        forms = (_forms(grads), keeping.forms, _forms(state.params), _forms((taken, extra)))
         leaves, structure = jax.tree.flatten(forms)
 
         def rule(*leaves: jax.Array) -> list[Any]:
@@ -58,7 +58,7 @@ class HeldUpdate:
             return jax.tree.leaves(apply_rule(optimizer, *given, *others))
 
         self.graph = UpdateGraph(rule, leaves)
-        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken, loss))
+        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken, extra))
         self.params, self.count = state.params, len(jax.tree.leaves(state.params))
         first = len(jax.tree.leaves(grads))
         self.state_numbers = range(first, first + len(keeping.shared))

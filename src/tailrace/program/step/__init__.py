@@ -8,6 +8,8 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
     own_step          a step that the user wrote, of which nothing else is known
     accumulation      how the gradients of microbatches become one
     update_rule       the update, by optax or by an optimizer of another library
+    averaging         an average of the parameters over the steps
+    loss_again        the loss as a function of parameters, for line searches
     loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
 
 Rules: pure functions of arrays; placement is decided elsewhere. There are three kinds of `Step`:

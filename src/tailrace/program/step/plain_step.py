@@ -23,8 +23,10 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step import loss_scale as scaling
+from tailrace.program.step.loss_again import loss_again
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import ALONE, Compute, Step, Yield, share_of
+from tailrace.program.step.update_rule import FUNCTIONS
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
 
@@ -69,6 +71,8 @@ class PlainStep(Step):
     def plain(self, state: TrainState, batch: Tree) -> TrainState:
         """A step of one microbatch."""
         named = self.named(state)
+        # Before the loss is traced: it draws the same keys.
+        again = loss_again(self, named, batch) if set(self.needs) & set(FUNCTIONS) else None
         grads, model_state, out = self.microbatch(named, batch)
         self.send(out, named)
         # As if one microbatch were added to zeros of that dtype: steps of one and of several
@@ -76,7 +80,7 @@ class PlainStep(Step):
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
-        return self.finish(named, grads, model_state, out.weight, out.loss)
+        return self.finish(named, grads, model_state, out.weight, out.loss, again)
 
     def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
         """A step of several microbatches; the optimizer runs outside their loop."""

@@ -44,7 +44,7 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.step_sharding import StepSharding
 from tailrace.program.step.train_state import TrainState
-from tailrace.program.step.update_rule import Optimizer, apply_rule
+from tailrace.program.step.update_rule import Extra, Optimizer, apply_rule
 from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
@@ -92,7 +92,7 @@ class Step(ABC):
             JAX's differentiation.
         loss_scale: the rule of loss scaling; the state then has a scale.
         precision: the dtype of the loss function's computation; None for those of its inputs.
-        gives_loss: whether the optimizer needs the loss of the step (optax calls it `value`).
+        needs: the extra arguments that the optimizer needs, by optax' names; see `Extra`.
         sharding: where the values of a sharded model are; None for a model that is not.
     """
 
@@ -107,8 +107,13 @@ class Step(ABC):
     hold_activations: HeldActivations | None = None
     loss_scale: LossScale | None = None
     precision: Precision | None = None
-    gives_loss: bool = False
+    needs: Sequence[str] = ()
     sharding: StepSharding | None = None
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether the optimizer needs the loss of the step."""
+        return "value" in self.needs
 
     def tapped(self, taps: tuple[AnyTap, ...]) -> Step:
         """The same step with other taps."""
@@ -217,6 +222,7 @@ class Step(ABC):
         model_state: Tree,
         weight: jax.Array | None = None,
         loss: jax.Array | None = None,
+        value_fn: Callable[[Tree], jax.Array] | None = None,
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
         grads = self.named_grads("accumulated", grads, state)
@@ -239,11 +245,12 @@ class Step(ABC):
             grads = scaling.unscaled(grads, scale)
             scale = self.loss_scale.next(scale, taken)
         grads = name_values("reduced", grads, ALONE)
+        extra = Extra(loss, tuple(self.needs), value_fn) if self.needs else None
         if self.keeping is not None:
-            held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken, loss)
+            held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken, extra)
             params, after = held.run()
         else:
-            params, after = self._updated(grads, state, taken, loss)
+            params, after = self._updated(grads, state, taken, extra)
             after = name_values("optimizer", after)
         # Once per step, not per microbatch: a collective in each would wait for the slowest replica
         # every time. Integers, such as counters, have no mean.
@@ -265,11 +272,11 @@ class Step(ABC):
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
     def _updated(
-        self, grads: Tree, state: TrainState, taken: jax.Array | None, loss: jax.Array | None
+        self, grads: Tree, state: TrainState, taken: jax.Array | None, extra: Extra | None
     ) -> tuple[Any, Any]:
         """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
-            self.optimizer, grads, state.optimizer_state, state.params, taken, loss
+            self.optimizer, grads, state.optimizer_state, state.params, taken, extra
         )
         name_values("update", updates, ALONE)
         return name_values("updated", params, ALONE), after

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from tailrace.base.spans.scopes import LOSS_AGAIN
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
@@ -134,7 +135,8 @@ def _check_keys(places: list[Place]) -> None:
         if ambient is None or ambient.what != "key":
             continue
         # A recomputation and a backward pass draw the same key as the forward pass, and are meant to.
-        if place.replayed or "transpose(" in _scopes(place):
+        scopes = _scopes(place)
+        if place.replayed or "transpose(" in scopes or LOSS_AGAIN in scopes:
             continue
         if ambient.call in seen:
             raise ProgramError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tailrace.base.trees import Tree
 from tailrace.data.no_data import NO_DATA
@@ -13,6 +13,7 @@ from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.program.step.update_rule import example_extra
 from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
 from tailrace.trainer.engine import Engine
 
@@ -49,12 +50,15 @@ def flops_of_update(engine: Engine) -> float:
     if not jax.tree.leaves(state.params):  # it is inside the step, and counted there
         return 0.0
     # Optimizers of front ends have `apply` in place of optax' `update`.
-    name = "apply" if hasattr(optimizer, "apply") else "update"
-    update = jax.jit(getattr(optimizer, name))
+    update = getattr(optimizer, "apply" if hasattr(optimizer, "apply") else "update")
     held = keeping.forms if keeping is not None else state.optimizer_state
-    # As the step calls it, or lowering fails.
-    extra = {"value": jnp.float32(0)} if engine.step_function.gives_loss else {}
+    needs = engine.step_function.needs
+
+    def given(grads: Tree, held: Tree, params: Tree) -> Any:
+        # As the step calls it, or lowering fails.
+        return update(grads, held, params, **example_extra(needs, grads))
+
     try:
-        return flops_of(update.lower(state.params, held, state.params, **extra))
+        return flops_of(jax.jit(given).lower(state.params, held, state.params))
     except TailraceError:  # it means something inside a program only: small beside the rest
         return 0.0

@@ -22,6 +22,7 @@ from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs.marks import current_trace
 from tailrace.program.in_program import training
+from tailrace.program.step.update_rule import Optimizer
 
 _MISMATCH = re.compile(r"[Mm]ismatch|pytree")
 """JAX's message for trees of different structures."""
@@ -80,6 +81,10 @@ class Binding(abc.ABC):
         """A context for tracing a user's function."""
         return contextlib.nullcontext()
 
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer as one of the engine."""
+        return optimizer
+
     def loss(self, fn: Callable[..., Any]) -> Any:
         """A loss function of the user as one of the engine."""
         return Loss(self, fn)
@@ -105,10 +110,7 @@ class Plain(Binding):
 
     def model(self, params: Tree, state: Tree) -> Any:
         """There is none."""
-        raise ProgramError(
-            "trainer.model is the module that was given in place of params: an nnx.Module, an "
-            "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
-        )
+        raise no_module()
 
     def loss(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
@@ -117,6 +119,14 @@ class Plain(Binding):
     def function(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
         return fn
+
+
+def no_module() -> ProgramError:
+    """The error about a module where there is none."""
+    return ProgramError(
+        "trainer.model is the module that was given in place of params: an nnx.Module, an "
+        "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
+    )
 
 
 class Function:

@@ -111,8 +111,17 @@ def _equinox(params: Tree, model_state: Tree) -> Binding | None:
     return EquinoxBinding(params, model_state) if recognised(params) else None
 
 
+def _lookahead(params: Tree, model_state: Tree) -> Binding | None:
+    from optax import LookaheadParams
+
+    from tailrace.trainer.modules.lookahead_params import LookaheadBinding
+
+    return LookaheadBinding(params, model_state) if isinstance(params, LookaheadParams) else None
+
+
 # Linen last: its variables are plain dicts, which say least about their origin.
 _LIBRARIES: tuple[tuple[str, Callable[[Any, Any], Binding | None]], ...] = (
+    ("optax", _lookahead),
     ("flax.nnx", _nnx),
     ("equinox", _equinox),
     ("flax.linen", _linen),
