@@ -54,7 +54,7 @@ class OfTrainer:
             loss, optax.sgd(RATE), params, steps_per_execution=EACH, **options
         )
 
-    def train(self, data=X, heard=None):
+    def train(self, data=X, heard=None, checkpoint=None):
         callbacks = []
         if heard is not None:
 
@@ -64,7 +64,11 @@ class OfTrainer:
 
             callbacks = [Heard()]
         self.trainer.fit(
-            list(zip(data, Y, strict=True)), epochs=1, callbacks=callbacks, progress=False
+            list(zip(data, Y, strict=True)),
+            epochs=1,
+            callbacks=callbacks,
+            progress=False,
+            checkpoint=checkpoint,
         )
 
     @property
@@ -102,7 +106,7 @@ class OfKeras:
     def scope(self):
         return tr.keras.Strategy().scope()
 
-    def train(self, data=X, heard=None):
+    def train(self, data=X, heard=None, checkpoint=None):
         callbacks = []
         if heard is not None:
 
@@ -112,7 +116,8 @@ class OfKeras:
 
             callbacks = [Heard()]
         rows = data.reshape(-1, 3), Y.reshape(-1, 1)
-        self.model.fit(*rows, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+        kept = {} if checkpoint is None else {"checkpoint": checkpoint}
+        self.model.fit(*rows, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks, **kept)
 
     @property
     def weights(self):
@@ -159,11 +164,19 @@ class OfTorch:
 
         self.module = Net()
         optimizer = torch.optim.SGD(self.module.parameters(), RATE)
-        self.model = tt.training_model(self.module, optimizer, device_iterations=EACH, **options)
+        self.make = lambda **more: tt.training_model(
+            self.module, optimizer, device_iterations=EACH, **options, **more
+        )
+        self.model = self.make()
         self.calls = 0
 
-    def train(self, data=X, heard=None):
-        for first in range(0, STEPS, EACH):
+    def train(self, data=X, heard=None, checkpoint=None):
+        begun = 0
+        if checkpoint is not None:
+            self.model.destroy()
+            self.model = self.make(checkpoint=checkpoint)
+            begun = self.model.resume().step
+        for first in range(begun, STEPS, EACH):
             rows = data[first : first + EACH].reshape(-1, 3), Y[first : first + EACH].reshape(-1, 1)
             self.model(*map(self.torch.from_numpy, rows))
             if heard is not None:
@@ -242,6 +255,29 @@ def test_an_error_between_two_executions_loses_nothing(front_end, raised, tmp_pa
         used.model.destroy()
     run = run_of(tmp_path / "run")
     assert len(run.history.loss) == len(run.records[front_end.grad].values) == 2 * EACH
+
+
+@each_front_end
+def test_a_training_that_ends_in_the_middle_goes_on(front_end, tmp_path):
+    """In another process, from its newest checkpoint: the last steps alone are trained."""
+    pytest.importorskip("orbax.checkpoint")
+    checkpoint, heard = tr.Checkpoint(tmp_path / "kept", every=EACH), []
+
+    def stop(step):
+        if step == 2 * EACH:
+            raise KeyError
+
+    used = front_end()
+    with pytest.raises(KeyError):
+        used.train(heard=stop, checkpoint=checkpoint)
+    if front_end is OfTorch:
+        used.model.destroy()
+    again = front_end()
+    again.train(heard=heard.append, checkpoint=checkpoint)
+    assert heard
+    assert min(heard) > EACH
+    assert again.step == STEPS
+    np.testing.assert_allclose(again.weights, plain(STEPS), rtol=1e-5, atol=1e-6)
 
 
 def test_a_full_outfeed_hides_no_step():

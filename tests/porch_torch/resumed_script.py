@@ -1,6 +1,6 @@
 """A plain training script with checkpoints, which is killed and started again; it prints each call.
 
-    python resumed_script.py DIRECTORY OUT
+python resumed_script.py DIRECTORY OUT
 """
 
 import os
@@ -13,7 +13,7 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 
-EPOCHS, ROWS, EACH = 3, 60, 2
+EPOCHS, ROWS, EACH = 4, 150, 2
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -61,12 +61,11 @@ def main(directory, out, run_dir=None):
     losses = []
     start = model.resume() if directory else None
     print("start", start.epoch if start else 0, start.step if start else 0, flush=True)
-    for epoch in range(start.epoch if start else 0, EPOCHS):
+    for _ in range(start.epoch if start else 0, EPOCHS):
         for x, y in loader:
             noise = 0.1 * torch.randn_like(x)  # of the loop itself
             losses.append(float(model(x + noise, y)))
             print("call", flush=True)
-        optimizer.param_groups[0]["weight_decay"] = 0.0
     state = {name: value.numpy() for name, value in module.state_dict().items()}
     momentum = [v["momentum_buffer"].numpy() for v in optimizer.state_dict()["state"].values()]
     rates = scheduler.get_last_lr(), scheduler.last_epoch

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch
@@ -157,7 +157,12 @@ class DataLoader(torch_data.DataLoader):
         passes = passes_of(self.options)
         if passes is None:
             return self._begin()
-        return passes.follow(self, self._begin, self.mode is not DataLoaderMode.SYNC)
+        return passes.follow(self, self._begin, self.settle)
+
+    def settle(self) -> None:
+        """Wait for the batches that are being read ahead."""
+        for ahead in list(self._running):
+            ahead.settle()
 
     def _begin(self) -> Iterator[Any]:
         if self.num_workers and self.multiprocessing_context is None:
@@ -284,6 +289,10 @@ class Ahead:
                 yield item
         finally:
             self.stop()
+
+    def settle(self) -> None:
+        """Wait until everything that was asked for has been read."""
+        wait(list(self._asked))
 
     def stop(self) -> None:
         """Stop the thread; one that is blocked in the dataset is abandoned."""

@@ -7,18 +7,20 @@ asked for and when there is none left; a call says that the batch given last was
         model(*batch)
         scheduler.step()
 
-So the moment to save is when the loop asks for a batch: what it does after a call is then done as well.
+So the moment to note for a checkpoint is when the loop asks for a batch: what it does after a call is
+then done as well. It is written once the batch is used: a loop that goes on there has one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils import data as torch_data
 
-from tailrace.data.positions.loader_state import changed, loader_state, put_loader_state
+from tailrace.data.positions.loader_state import loader_state, put_loader_state
 from tailrace.errors import CheckpointError
 
 State = dict[str, Any]
@@ -32,15 +34,19 @@ class Pass:
         origin: the loader.
         loader: what it looks like, to tell it from others.
         began: random numbers and counters before it began.
+        settle: waits for what it reads ahead of the loop, in a thread.
         given: the batches that it has given so far.
         is_open: whether it may give more.
+        noted: what was noted when the loop last asked for a batch.
     """
 
     origin: Any
     loader: str
     began: State
+    settle: Callable[[], None]
     given: int = 0
     is_open: bool = True
+    noted: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,6 @@ class Position:
     Attributes:
         epoch: the passes before the latest one.
         done: the batches that calls have used of that one.
-        ended: whether it has no more.
         loader: what its loader looks like; None if the model follows none.
         began: random numbers and counters before the pass began.
         now: the same at this moment.
@@ -58,7 +63,6 @@ class Position:
 
     epoch: int
     done: int
-    ended: bool
     loader: str | None
     began: State
     now: State
@@ -67,13 +71,13 @@ class Position:
 class Passes:
     """The passes of one training.
 
-    Attributes:
-        asked: called when the loop asks for the next batch; with True if there is none left.
+    Args:
+        note: notes the moment at a position, if a checkpoint is due; None otherwise.
     """
 
-    def __init__(self, asked: Callable[[bool], None]) -> None:
-        self.asked = asked
-        self._epoch, self._done, self._ended = 0, 0, False
+    def __init__(self, note: Callable[[Callable[[], Position]], Any]) -> None:
+        self._note = note
+        self._epoch, self._done = 0, 0
         self._training: Pass | None = None
         self._given: list[Pass] = []
         self._calling: Pass | None = None
@@ -87,36 +91,36 @@ class Passes:
 
     # -- called by loaders ----------------------------------------------------------------------
 
-    def follow(self, loader: Any, begin: Callable[[], Iterable[Any]], ahead: bool) -> Iterator[Any]:
+    def follow(
+        self, loader: Any, begin: Callable[[], Iterable[Any]], settle: Callable[[], None]
+    ) -> Iterator[Any]:
         """One pass over a loader.
 
         Args:
             loader: the loader.
             begin: begins the pass.
-            ahead: whether it reads ahead of the loop, in a thread.
+            settle: waits for what it reads ahead of the loop, in a thread.
         """
         resumed, shown = self._resumed, described(loader)
         # Another loader, of a validation say, may be read first.
         if resumed is None or resumed.loader != shown:
-            one = Pass(loader, shown, state_of(loader))
+            one = Pass(loader, shown, state_of(loader), settle)
             return self._read(one, iter(begin()))
         self._resumed = None
-        one = self._taken_up = self._training = Pass(loader, shown, resumed.began, resumed.done)
-        return self._read(one, self._at(loader, begin, resumed, ahead))
+        one = self._taken_up = self._training = Pass(
+            loader, shown, resumed.began, settle, resumed.done
+        )
+        return self._read(one, self._at(one, begin, resumed))
 
-    def _at(
-        self, loader: Any, begin: Callable[[], Iterable[Any]], to: Position, ahead: bool
-    ) -> Iterator[Any]:
+    def _at(self, one: Pass, begin: Callable[[], Iterable[Any]], to: Position) -> Iterator[Any]:
         """The pass from a position on: begun as it was, and read up to there."""
-        if to.ended:
-            put_loader_state(loader, to.now)
-            return iter(())
+        loader = one.origin
         put_loader_state(loader, to.began)
         if to.epoch and getattr(loader, "persistent_workers", False):
             # Workers that stay were started by the first pass, which drew a number for them.
             torch_data.DataLoader.__iter__(loader)
             put_loader_state(loader, to.began)
-        before, batches = state_of(loader), iter(begin())
+        batches = iter(begin())
         for _ in range(to.done):
             if next(batches, self) is self:
                 raise CheckpointError(
@@ -124,22 +128,18 @@ class Passes:
                     f"fewer ({to.loader}). Give it the data that it had."
                 )
         if to.done:
-            # What the reader of a thread draws from is ahead of the loop, now as it was then.
-            drawn = changed(state_of(loader), before) if ahead else {}
-            put_loader_state(loader, {n: v for n, v in to.now.items() if n not in drawn})
+            one.settle()
+            put_loader_state(loader, to.now)
         return batches
 
     def _read(self, one: Pass, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             while True:
-                if one is self._training:
-                    self.asked(False)
+                # Of a pass that has just begun it is not known whether it is the training's.
+                if one is self._training or not one.given:
+                    one.noted = self._note(functools.partial(self._position, one))
                 batch = next(batches, self)
                 if batch is self:
-                    one.is_open = False
-                    if one is self._training:
-                        self._ended = True
-                        self.asked(True)
                     return
                 one.given += 1
                 if one not in self._given:
@@ -150,12 +150,12 @@ class Passes:
 
     # -- called by the model --------------------------------------------------------------------
 
-    def calling(self) -> None:
-        """Before a call: which loader its batch is from."""
+    def calling(self) -> Any:
+        """Before a call: which loader its batch is from; what was noted when the loop asked for it."""
         given = [one for one in self._given if one.is_open] or self._given[-1:]
         one = self._calling = given[0] if given else None
         if one is None:
-            return
+            return None
         if len(given) > 1:
             raise CheckpointError(
                 f"A model with checkpoint= follows one loader, whose position its checkpoints have. "
@@ -182,6 +182,8 @@ class Passes:
                 f"model.resume(), and this call's batch comes from another one like it. Read the "
                 f"loader of the training first."
             )
+        noted, one.noted = one.noted, None
+        return noted
 
     def called(self) -> None:
         """After a call: the batch was used."""
@@ -190,22 +192,27 @@ class Passes:
             return
         if one is not self._training:
             self._epoch += self._training is not None
-            self._training, self._ended = one, not one.is_open
+            self._training = one
         self._done, self._taken_up = one.given, None
 
     # -- for checkpoints ------------------------------------------------------------------------
 
     def position(self) -> Position:
-        """Where the training is now; asked for when the loop asks for a batch, or begins."""
-        one = self._training or self._calling
-        if one is None:
-            return Position(self._epoch, 0, False, None, {}, state_of(None))
-        now = state_of(one.origin)
-        return Position(self._epoch, self._done, self._ended, one.loader, one.began, now)
+        """Where the training is before its first call."""
+        one = self._calling
+        return Position(0, 0, None, {}, state_of(None)) if one is None else self._position(one)
+
+    def _position(self, one: Pass) -> Position:
+        """Where it is when the loop asks this pass for a batch."""
+        if one is not self._training:
+            epoch = self._epoch + (self._training is not None)
+            return Position(epoch, 0, one.loader, one.began, {})
+        one.settle()  # random numbers that its thread draws are drawn
+        return Position(self._epoch, self._done, one.loader, one.began, state_of(one.origin))
 
     def resume(self, position: Position) -> None:
         """Go on from a position; the loader's next pass begins there."""
-        self._epoch, self._done, self._ended = position.epoch, position.done, position.ended
+        self._epoch, self._done = position.epoch, position.done
         self._training = self._calling = self._taken_up = None
         self._given = []
         self._resumed = position if position.loader is not None else None

@@ -21,7 +21,7 @@ from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe
 from tailrace.torch.calls.arrays import tensor_of
-from tailrace.torch.calls.loader import DataLoader, DataLoaderMode
+from tailrace.torch.calls.loader import DataLoader
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
@@ -42,7 +42,7 @@ from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.classes import checked_norm
 from tailrace.torch.optim.schedule import Schedule, numbers_of, put_numbers
 from tailrace.torch.programs.train import RunEnd, TrainingProgram
-from tailrace.torch.resuming.keeping import PAST, keeping_of, no_checkpoint
+from tailrace.torch.resuming.keeping import PAST, Keeping, keeping_of, no_checkpoint
 from tailrace.torch.resuming.plain_states import decoded, encoded
 from tailrace.torch.resuming.start import Start
 from tailrace.torch.tracing.forward import Forward, weights_of
@@ -124,8 +124,6 @@ class TrainingModel(FollowingModel):
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
-        if self._keeping is not None:
-            self._keeping.changed()
         if self._program is None:
             # Copies: host arrays may share the memory of the module's tensors.
             self._held = jax.tree.map(jnp.array, state)
@@ -203,7 +201,7 @@ class TrainingModel(FollowingModel):
         fresh = bound.init({n: jnp.asarray(v) for n, v in params.items()})
         kept = dict(trees.get("optimizer", {}))
         # The rates of a call's steps are no state: the next call sends its own.
-        if 3 in (np.ndim(kept.get("hyper")), np.ndim(fresh["hyper"])):
+        if 3 in (np.ndim(kept.get("hyper", 0)), np.ndim(fresh["hyper"])):
             kept["hyper"] = fresh["hyper"]
         saved = TrainState(trees.get("param", {}), kept, trees.get("buffer", {}))
         # All checks before anything is dropped: a file that does not fit leaves the model as it
@@ -223,8 +221,6 @@ class TrainingModel(FollowingModel):
         # The module gets these weights when it is read next.
         self._dirty = True
         self.version += 1
-        if self._keeping is not None:
-            self._keeping.changed()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -265,6 +261,13 @@ class TrainingModel(FollowingModel):
                 "model.resume() comes before the first call of a model, and before compile(...). Call "
                 "it once, at the start of the script."
             )
+        try:
+            return self._resumed_from(keeping, objects)
+        except BaseException:
+            keeping.close()
+            raise
+
+    def _resumed_from(self, keeping: Keeping, objects: tuple[Any, ...]) -> Start:
         found = keeping.read(objects)
         if found is None:
             return Start()
@@ -304,8 +307,8 @@ class TrainingModel(FollowingModel):
         passes = self._passes
         if passes is None or (isinstance(loader, DataLoader) and loader.options is self):
             return iter(loader)
-        ahead = isinstance(loader, DataLoader) and loader.mode is not DataLoaderMode.SYNC
-        return passes.follow(loader, lambda: loader, ahead)
+        settle = loader.settle if isinstance(loader, DataLoader) else lambda: None
+        return passes.follow(loader, lambda: loader, settle)
 
     def _saved(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """What a checkpoint has of the model: its state by name, its calls, and a note."""
@@ -391,11 +394,10 @@ class TrainingModel(FollowingModel):
     def destroy(self) -> None:
         """Copy everything back, free the device and unwrap the module.
 
-        The next call compiles again, for arguments of any form. A checkpoint directory is given back;
-        the end of the latest pass over a loader is saved, if it was the last thing to happen.
+        The next call compiles again, for arguments of any form. A checkpoint directory is given back.
         """
         if self._keeping is not None:
-            self._keeping.end()
+            self._keeping.close()
         self.copy_weights_to_host_if_needed()
         # Models with the same weights take the latest ones now: there is no later.
         for other, _ in self._sharing.others:
@@ -440,7 +442,6 @@ class TrainingModel(FollowingModel):
         """The run that a resumed model goes on with, in its first program."""
         if self._keeping is None:
             return None
-        self._keeping.changed()
         resumed, self._keeping.resumed = self._keeping.resumed, False
         return RunEnd(self._keeping.run_end if resumed else None, resumed, self._keeping.directory)
 

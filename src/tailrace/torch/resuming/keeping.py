@@ -9,23 +9,23 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from tailrace.base.messages import logger, note_once
+from tailrace.base.messages import note_once
 from tailrace.base.spans.span import span
 from tailrace.data.positions.loader_state import put_loader_state
 from tailrace.devices.processes import distributed
-from tailrace.errors import CheckpointError, OptionError, TailraceError
+from tailrace.errors import CheckpointError, OptionError
 from tailrace.torch.calls.passes import Passes, Position, state_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.schedule import Schedule, numbers_of, put_numbers
 from tailrace.torch.programs.open_run import closed_at_exit, is_closed
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.resuming.plain_states import decoded, encoded
-from tailrace.torch.resuming.schedulers import schedulers_of
+from tailrace.torch.resuming.schedulers import is_scheduled, schedulers_of
 from tailrace.torch.resuming.start import Start
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
@@ -110,7 +110,6 @@ class Keeping:
         self._held: contextlib.ExitStack | None = None
         self._fresh, self._ours = True, False
         self._random: dict[str, Any] | None = None
-        self._ending: Moment | None = None
         self._first, self._process = 0, os.getpid()
         self._given: list[dict[str, str]] = []
         weakref.finalize(model, self.close).atexit = False  # it closes itself then
@@ -241,43 +240,41 @@ class Keeping:
     # -- while the training runs ----------------------------------------------------------------
 
     def calling(self, step: int) -> None:
-        """Before a call: the first state is saved, and one that is due of a model without a loader."""
-        self.passes.calling()
-        self._ending = None
+        """Before a call: what was noted when the loop asked for its batch is written."""
+        noted = self.passes.calling()
         if self._fresh:
             self._fresh, self._first = False, step
             self._note_given()
             self._writer.started_at(step)
+            # A run that has rows has a checkpoint, however early the process is killed.
             self._save(self._moment(self.passes.position()), wait=True)
         elif self._random is not None and not self.passes.follows:
             now, self._random = self._random, None
-            self._save(self._moment(Position(0, 0, False, None, {}, now)))
+            self._save(self._moment(Position(0, 0, None, {}, now)))
+        # Unless the model was called, or saved, between: with the same batch, say.
+        elif noted is not None and self._is_now(noted, step) and self._writer.due(step):
+            self._save(noted)
+
+    def _is_now(self, noted: Moment, step: int) -> bool:
+        model = self._model()
+        return noted.step == step and model is not None and noted.program is model._program
 
     def called(self, step: int) -> None:
         """After a call."""
-        self._ending = None
         self.passes.called()
         # Nobody will say when the loop asks for its next batch. Its random numbers are those of now:
         # it may draw for the data of the next call.
         if not self.passes.follows and self._writer.due(step):
             self._random = state_of(None)
 
-    def changed(self) -> None:
-        """The state on the device is no longer that after the latest call."""
-        self._ending = None
-
-    def _asked(self, ended: bool) -> None:
+    def _asked(self, position: Callable[[], Position]) -> Moment | None:
         """The loop asks for the next batch: all that belongs to the call before is done."""
         model = self._model()
         program = None if model is None else model._program
         if program is None or self._held is None or self._fresh:
-            return
-        if self._writer.due(program.engine.step):
-            self._save(self._moment(self.passes.position()))
-        elif ended:
-            # Perhaps the last pass: what the loop does afterwards, it does again when it is started
-            # again.
-            self._ending = self._moment(self.passes.position())
+            return None
+        due = self._writer.due(program.engine.step)
+        return self._moment(position()) if due else None
 
     def _moment(self, position: Position) -> Moment:
         model = self._model()
@@ -321,12 +318,13 @@ class Keeping:
     def _states_objects(self, model: Kept) -> list[Any]:
         """The objects of the loop that have a state: those given, then schedulers that are found."""
         given = () if model._schedule is None else model._schedule.schedulers
-        if not self._found:  # perhaps made since
+        # Once, and again if one was made since.
+        made_since = not given and not self._found and is_scheduled(model.optimizer)
+        if self._found is None or made_since:
             self._found = list(schedulers_of(model.optimizer, [*given, *self._objects]))
         return [*self._objects, *self._found]
 
     def _save(self, moment: Moment, *, wait: bool = False) -> None:
-        self._ending = None
         with span("checkpoint", step=moment.step):
             self._writer.save(moment.step, moment.snapshot)
             if wait:
@@ -334,22 +332,14 @@ class Keeping:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """Save the end of the latest pass, if it has none, and give the directory back."""
-        try:
-            ending, self._ending = self._ending, None
-            if ending is not None and self._held is not None:
-                self._save(ending, wait=True)
-        finally:
-            self._let_go()
-
     def close(self, error: BaseException | None = None) -> None:
-        """The same where nobody hears of an error: the model is garbage, or the process exits."""
-        try:
-            if self._held is not None and self._process == os.getpid():
-                self.end()
-        except TailraceError as failed:
-            logger.error("%s The end of the training is not saved.", failed)
+        """Give the directory back, once the checkpoint that is being written is complete.
+
+        Nobody says where the user's loop ends, so no end is saved: a script that is started again
+        trains the steps since its newest checkpoint again, with the same result.
+        """
+        if self._held is not None and self._process == os.getpid():
+            self._let_go()
 
 
 def _classes(objects: Sequence[Any]) -> list[str]:

@@ -43,10 +43,11 @@ def encoded(value: Any, arrays: Arrays, name: str) -> Any:
     if type(value) is tuple:
         return {"tuple": [encoded(one, arrays, f"{name}/{n}") for n, one in enumerate(value)]}
     kind = type(value).__name__
-    if type(value) is _KINDS.get(kind) and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, dict) and type(value) is _KINDS.get(kind):
         # As pairs: JSON would turn integer keys into strings. Functions stay those of the object.
         pairs = [(key, one) for key, one in value.items() if not callable(one)]
-        return {kind: [[key, encoded(one, arrays, f"{name}/{key}")] for key, one in pairs]}
+        if all(isinstance(key, str | int) for key, _ in pairs):
+            return {kind: [[key, encoded(one, arrays, f"{name}/{key}")] for key, one in pairs]}
     raise CheckpointError(
         f"A checkpoint has numbers, texts, tensors, and lists and dicts of them. Received: {name}, a "
         f"{kind}. Leave it out of the object's state_dict()."

@@ -13,7 +13,7 @@ from tailrace.errors import CheckpointError
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scheduler was made for an optimizer; PyTorch's then count its steps."""
+    """Whether a scheduler was made for an optimizer; all but ReduceLROnPlateau count its steps."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
@@ -23,8 +23,6 @@ def schedulers_of(optimizer: torch.optim.Optimizer, besides: Sequence[Any]) -> l
     An optimizer does not know its schedulers, so all objects are looked through: 0.1 s in a large
     process.
     """
-    if not is_scheduled(optimizer):
-        return []
     # By type: `isinstance` asks objects for their class, and some warn when they are asked anything.
     every = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
     own = [one for one in every if getattr(one, "optimizer", None) is optimizer]

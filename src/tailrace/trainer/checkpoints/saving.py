@@ -31,6 +31,7 @@ from tailrace.trainer.checkpoints.snapshot import (
     history_arrays,
     history_of,
     put_state,
+    saved_by,
     state_arrays,
     trainer_note,
 )
@@ -176,7 +177,7 @@ class Saving:
         arrays, note = each_does(lambda: read[1:] if read else orbax_files.read(Path(found)))
         if "fit" not in note:
             raise CheckpointError(
-                f"The checkpoint {found!r} was saved by fit of a Keras model. Give this fit "
+                f"The checkpoint {found!r} was saved by {saved_by(note)}. Give this fit "
                 f"another directory."
             )
         engine, fit = self._engine, note["fit"]

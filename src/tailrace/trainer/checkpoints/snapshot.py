@@ -77,7 +77,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     """Restore an engine's state, step and seed from a checkpoint; refuses other shapes."""
     if "keys" not in note:
         raise CheckpointError(
-            "The checkpoint was saved by fit of a Keras model: only that model can resume from it."
+            f"The checkpoint was saved by {saved_by(note)}: only that model can resume from it."
         )
     now = named_leaves(engine.state)
     keys: Mapping[str, str] = note["keys"]
@@ -91,6 +91,11 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     # All leaves at once, after all were checked: a refused checkpoint changes nothing.
     engine.replace(dict(enumerate(leaves)))
     engine.step, engine.seed = int(note["step"]), int(note["seed"])
+
+
+def saved_by(note: Mapping[str, Any]) -> str:
+    """Whose checkpoint it is, if it is not a trainer's."""
+    return "a PyTorch model" if "torch" in note else "fit of a Keras model"
 
 
 def _set_fixed_scale(engine: Engine, now: Mapping[str, Any], leaves: list[Any]) -> None:
