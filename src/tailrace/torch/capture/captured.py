@@ -18,7 +18,7 @@ from tailrace.torch.capture.numbers import Changes, Numbers
 from tailrace.torch.capture.outputs import tensors_in
 from tailrace.torch.capture.places import name_modules
 from tailrace.torch.capture.rebinding import Rebinding
-from tailrace.torch.capture.refusals import refused
+from tailrace.torch.capture.refusals import refuse_values, refused
 from tailrace.torch.capture.sources import Source, sources_of
 from tailrace.torch.tracing.attributes import attributes_put_back
 
@@ -102,6 +102,7 @@ class _Backend:
         name_modules(graph, self.module)
         self.held = keep_autograd(graph)
         self.graph, self.writes = internals.to_aten(graph, examples)
+        refuse_values(self.graph, self.module)
 
         def run(*inputs: Any) -> list[Any]:
             # Called once. Dynamo builds what forward returns around these.
@@ -110,7 +111,6 @@ class _Backend:
             return self.outputs
 
         return run
-
 
     def _refuse_drawn(self, graph: GraphModule) -> None:
         if any(internals.is_drawn(node) for node in graph.graph.find_nodes(op="placeholder")):

@@ -124,7 +124,9 @@ def to_aten(graph: GraphModule, examples: Sequence[Any]) -> tuple[GraphModule, d
         )
     for node in list(aten.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            aten.graph.erase_node(node)  # of autocast, about shapes and dtypes that are known by now
+            aten.graph.erase_node(
+                node
+            )  # of autocast, about shapes and dtypes that are known by now
     return aten, dict(signature.user_inputs_to_mutate)
 
 

@@ -48,9 +48,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     # Of heads, the query's: keys may be shared among them.
     heads = query.shape[-3:-2]
@@ -199,9 +197,7 @@ def _route_cross_entropy(
     )
 
 
-def _are_classes(
-    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
-) -> bool:
+def _are_classes(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Whether there is a class index for each row, and a weight for each class."""
     if target.dtype not in (torch.int64, torch.uint8) or input.dim() == 0:
         return False

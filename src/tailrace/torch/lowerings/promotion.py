@@ -105,7 +105,11 @@ def as_dtype(value: TensorLike, dtype: DTypeLike) -> Any:
     if isinstance(value, bool | int | float | complex):
         if isinstance(value, float) and not is_inexact(dtype) and dtype != bool:
             value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and jnp.issubdtype(dtype, jnp.integer):
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and jnp.issubdtype(dtype, jnp.integer)
+        ):
             bits, signed = jnp.iinfo(dtype).bits, jnp.issubdtype(dtype, jnp.signedinteger)
             value = value % 2**bits
             value = value - 2**bits if signed and value >= 2 ** (bits - 1) else value
@@ -144,6 +148,8 @@ def widened(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: TensorLike, *args: Any, **named: Any) -> Any:
         dtype = x.dtype
         found = function(as_dtype(x, wide(dtype)), *args, **named)
-        return jax.tree.map(lambda part: part.astype(dtype) if is_inexact(part.dtype) else part, found)
+        return jax.tree.map(
+            lambda part: part.astype(dtype) if is_inexact(part.dtype) else part, found
+        )
 
     return run

@@ -69,7 +69,9 @@ def drop(x: TensorLike, rate: float, mask: TensorLike) -> Any:
     if rate >= 1:
         return jnp.zeros_like(x)
     scale = as_dtype(1 / (1 - rate), wide(x.dtype))
-    return jnp.where(mask, (as_dtype(x, wide(x.dtype)) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(
+        mask, (as_dtype(x, wide(x.dtype)) * scale).astype(x.dtype), jnp.zeros((), x.dtype)
+    )
 
 
 @lowering(aten.native_dropout.default)
@@ -104,9 +106,7 @@ def _integers(shape: Sequence[int], dtype: DTypeLike, low: int, high: int) -> An
 
 
 @lowering(aten.rand.default, aten.rand.generator)
-def rand(
-    size: Sequence[int], *, dtype: torch.dtype | None = None, generator: object = None
-) -> Any:
+def rand(size: Sequence[int], *, dtype: torch.dtype | None = None, generator: object = None) -> Any:
     """Uniform numbers in [0, 1)."""
     return _uniform(size, _dtype(dtype, default_float()))
 
@@ -192,7 +192,12 @@ def normal_like(x: TensorLike, mean: float = 0, std: float = 1, *, generator: ob
 
 @lowering(aten.normal.float_float)
 def normal_of(
-    mean: float, std: float, size: Sequence[int], *, dtype: torch.dtype | None = None, generator: object = None
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    generator: object = None,
 ) -> Any:
     """Normal numbers of one mean and deviation."""
     return _normal(size, _dtype(dtype, default_float()), mean, std)

@@ -230,9 +230,7 @@ class Model(ABC):
         self._hooks_traced = self._hooks_now()
         # A trace of its own comes first: outputs, losses and blocks decide what the program is made of.
         training = self._default_mode is OutputMode.FINAL
-        forward = learned(
-            function, form, params, buffers, training, self._loss, self._captures
-        )
+        forward = learned(function, form, params, buffers, training, self._loss, self._captures)
         self._forward = forward
         self._before_making(forward)
         taps = self._taps(forward)

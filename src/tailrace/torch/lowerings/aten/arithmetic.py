@@ -28,7 +28,9 @@ aten = torch.ops.aten
 
 def _exact(value: Any, dtype: Any) -> bool:
     """Whether a number is what a 16-bit dtype makes of it: then there is nothing to widen."""
-    return not isinstance(value, float | complex) or complex(as_dtype(value, dtype)) == complex(value)
+    return not isinstance(value, float | complex) or complex(as_dtype(value, dtype)) == complex(
+        value
+    )
 
 
 def _numbers_wide(*values: TensorLike) -> tuple[list[Any], Any]:
@@ -94,7 +96,9 @@ def div_rounded(x: TensorLike, other: TensorLike, *, rounding_mode: str | None =
     if not is_float(dtype):
         # A division of whole numbers by 0 fails in PyTorch; here it has no meaning.
         safe = jnp.where(other == 0, jnp.ones_like(other), other)
-        quotient = jax.lax.div(*jnp.broadcast_arrays(x, safe)) if rounding_mode == "trunc" else x // safe
+        quotient = (
+            jax.lax.div(*jnp.broadcast_arrays(x, safe)) if rounding_mode == "trunc" else x // safe
+        )
         return quotient.astype(dtype)
     if rounding_mode == "trunc":
         return jnp.trunc(x / other).astype(dtype)

@@ -174,7 +174,10 @@ def signbit(x: TensorLike) -> Any:
 
 @lowering(aten.nan_to_num.default)
 def nan_to_num(
-    x: TensorLike, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+    x: TensorLike,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
 ) -> Any:
     """Numbers in place of those that are not finite."""
     if not is_inexact(x.dtype):
@@ -207,9 +210,7 @@ def clamp_max(x: TensorLike, max: TensorLike) -> Any:
 def _clamped(x: TensorLike, low: TensorLike, high: TensorLike) -> Any:
     limits = [limit for limit in (low, high) if limit is not None]
     dtype = common_dtype(x, *limits)
-    x, low, high = (
-        None if value is None else as_dtype(value, dtype) for value in (x, low, high)
-    )
+    x, low, high = (None if value is None else as_dtype(value, dtype) for value in (x, low, high))
     # A comparison with NaN is false, which keeps a NaN of x; one of a limit spreads, as in PyTorch.
     if low is not None:
         x = jnp.where((x < low) | (low != low), low, x)
@@ -218,7 +219,9 @@ def _clamped(x: TensorLike, low: TensorLike, high: TensorLike) -> Any:
     return x
 
 
-@lowering(aten.conj.default, aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
+@lowering(
+    aten.conj.default, aten._conj.default, aten._conj_physical.default, aten.conj_physical.default
+)
 def conj(x: TensorLike) -> Any:
     """The conjugate."""
     return jnp.conj(x) if is_complex(x.dtype) else x

@@ -124,7 +124,10 @@ def _refuse_masks(indices: Sequence[TensorLike | None]) -> None:
 
 @lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
-    x: TensorLike, indices: Sequence[TensorLike | None], values: TensorLike, accumulate: bool = False
+    x: TensorLike,
+    indices: Sequence[TensorLike | None],
+    values: TensorLike,
+    accumulate: bool = False,
 ) -> Any:
     """With entries by indices replaced, or added to."""
     values = as_dtype(values, x.dtype)
@@ -181,9 +184,7 @@ def _spots(index: TensorLike, dim: int) -> tuple[Any, ...]:
     return tuple(spots)
 
 
-def _scattered(
-    x: TensorLike, dim: int, index: TensorLike, source: TensorLike, how: str
-) -> Any:
+def _scattered(x: TensorLike, dim: int, index: TensorLike, source: TensorLike, how: str) -> Any:
     if not x.ndim or not index.ndim:
         row = [jnp.reshape(part, -1) for part in (x, index, source)]
         return _scattered(row[0], 0, row[1], row[2], how).reshape(x.shape)

@@ -169,7 +169,11 @@ def linalg_solve_triangular(
 
 @lowering(aten._linalg_svd.default)
 def svd(
-    x: TensorLike, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+    x: TensorLike,
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: str | None = None,
 ) -> tuple[Any, Any, Any]:
     """Singular values and vectors."""
     if not compute_uv:

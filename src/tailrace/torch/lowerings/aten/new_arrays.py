@@ -120,7 +120,9 @@ def fill_with(x: TensorLike, value: TensorLike) -> Any:
 def _steps(start: float, end: float, step: float, dtype: torch.dtype | None) -> Any:
     numbers = (start, end, step)
     whole = all(isinstance(number, int) for number in numbers)
-    wanted = (default_int() if whole else default_float()) if dtype is None else dtype_on_device(dtype)
+    wanted = (
+        (default_int() if whole else default_float()) if dtype is None else dtype_on_device(dtype)
+    )
     count = max(0, math.ceil((end - start) / step))
     if whole and jnp.issubdtype(wanted, jnp.integer):
         return jnp.arange(start, start + count * step, step, wanted)

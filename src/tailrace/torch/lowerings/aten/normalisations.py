@@ -82,7 +82,12 @@ def _batch_normalised(
 
 
 def _by_running(
-    x: TensorLike, weight: TensorLike, bias: TensorLike, mean: TensorLike, var: TensorLike, eps: float
+    x: TensorLike,
+    weight: TensorLike,
+    bias: TensorLike,
+    mean: TensorLike,
+    var: TensorLike,
+    eps: float,
 ) -> Any:
     """By statistics of before."""
     held = wide(x.dtype)

@@ -58,7 +58,9 @@ def _cubic(size: int, out: int, align_corners: bool, scale: float | None) -> np.
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     weights = np.zeros((size, out), np.float32)
-    for offset, share in zip((-1, 0, 1, 2), (far(t + 1), near(t), near(1 - t), far(2 - t)), strict=True):
+    for offset, share in zip(
+        (-1, 0, 1, 2), (far(t + 1), near(t), near(1 - t), far(2 - t)), strict=True
+    ):
         place = np.clip(first.astype(int) + offset, 0, size - 1)
         np.add.at(weights, (place, np.arange(out)), share.astype(np.float32))
     return weights
