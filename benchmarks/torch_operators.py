@@ -29,7 +29,7 @@ import tempfile
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,20 +99,29 @@ def full_name(op: Any) -> str:
     return f"{op.name} ({op.variant_test_name})" if op.variant_test_name else op.name
 
 
-def verdicts(op: Any, dtype: torch.dtype, limit: int) -> Iterator[tuple[str, str, str]]:
-    """(form, verdict, what was found) of some samples of an operator, evenly among all of them."""
+def verdicts(
+    op: Any,
+    dtype: torch.dtype,
+    limit: int,
+    forms: Sequence[str] = FORMS,
+    run: Callable[..., Any] | None = None,
+) -> Iterator[tuple[str, str, str]]:
+    """(form, verdict, what was found) of some samples of an operator, evenly among all of them; by
+    another way than the tracing of `tt` if `run` is given."""
     grads = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=grads))
     chosen = samples[:: math.ceil(len(samples) / limit)] if limit and samples else samples
     for number, sample in enumerate(chosen):
-        for form in FORMS[: 3 if number == 0 else 1]:
-            found = verdict(op, sample, form, grads and form == "plain")
+        for form in forms[: 3 if number == 0 else 1]:
+            found = verdict(op, sample, form, grads and form == "plain", run or ours)
             if found is not None:
                 yield form, *found
 
 
-def verdict(op: Any, sample: Any, form: str, grads: bool) -> tuple[str, str] | None:
+def verdict(
+    op: Any, sample: Any, form: str, grads: bool, run: Callable[..., Any]
+) -> tuple[str, str] | None:
     """How one sample fares; None where PyTorch itself cannot run it."""
     function = in_form(op, sample, form)
     tensors = [t for _, t in flatten((sample.input, sample.args, sample.kwargs)) if is_tensor(t)]
@@ -125,7 +134,7 @@ def verdict(op: Any, sample: Any, form: str, grads: bool) -> tuple[str, str] | N
     if not expected[0]:
         return None  # no tensors come out
     try:
-        found = ours(function, sample, expected[2])
+        found = run(function, sample, expected[2])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         named = any(part in text for part in REFUSALS)

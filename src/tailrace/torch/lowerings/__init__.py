@@ -1,7 +1,7 @@
 """PyTorch's operations in JAX: what a captured graph is evaluated by.
 
-In: a functional graph of core ATen operations, and JAX values. Out: JAX values. Importing this registers
-all lowerings.
+In: a functional graph of core ATen operations, and JAX values. Out: JAX values. Importing this
+registers all lowerings.
 
     table             which function computes which operation
     promotion         in which dtype PyTorch computes
@@ -15,6 +15,7 @@ Rule: a lowering returns PyTorch's shapes, dtypes (64 bits are 32 on the device)
 gradient, also where a plain formula would have another one or NaN.
 """
 
+from tailrace.torch.lowerings import composites as composites
 from tailrace.torch.lowerings.aten import activations as activations
 from tailrace.torch.lowerings.aten import arithmetic as arithmetic
 from tailrace.torch.lowerings.aten import backwards as backwards
@@ -31,4 +32,3 @@ from tailrace.torch.lowerings.aten import pools as pools
 from tailrace.torch.lowerings.aten import reductions as reductions
 from tailrace.torch.lowerings.aten import resizing as resizing
 from tailrace.torch.lowerings.aten import shapes as shapes
-from tailrace.torch.lowerings import composites as composites

@@ -27,9 +27,9 @@ LONG = 2048 * 2048
 """The number of scores per head from which attention is computed in blocks."""
 
 PADDED = 10**7
-"""The number of scores of all heads from which an odd number of rows is padded for cuDNN's kernel, whose
-backward pass refuses it: measured on an H200, 30 to 100 million take 0.2 to 0.5 of the plain form's time,
-and 2 to 4 million 1.2 to 1.6."""
+"""The number of scores of all heads from which an odd number of rows is padded for cuDNN's kernel,
+whose backward pass refuses it: measured on an H200, 30 to 100 million take 0.2 to 0.5 of the plain
+form's time, and 2 to 4 million 1.2 to 1.6."""
 
 
 def attend(
@@ -97,8 +97,8 @@ def _is_worth_padding(query: TensorLike, key: TensorLike) -> bool:
 
 
 def _recognised(mask: TensorLike, is_causal: bool, rows: int, columns: int) -> tuple[Any, bool]:
-    """The mask and whether it is causal: one that is known and hides nothing is none, and one that hides
-    what is later is causality."""
+    """The mask and whether it is causal: one that is known and hides nothing is none, and one that
+    hides what is later is causality."""
     if mask is None or is_causal or isinstance(mask, jax.core.Tracer):
         return mask, is_causal
     held = np.asarray(mask)

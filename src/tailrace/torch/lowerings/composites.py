@@ -1,9 +1,10 @@
-"""Operations of our own, which stay whole in a captured graph, and the functions that are routed to them.
+"""Operations of our own, which stay whole in a captured graph, and the functions that are routed to
+them.
 
 PyTorch would make several operations of each, of which XLA has no better form again: attention would be
-products and a softmax, a cross-entropy would look up and scatter. A route takes the arguments of PyTorch's
-function, casts them as `torch.autocast` would, and calls the operation; what it has no form for goes to
-PyTorch's function itself.
+products and a softmax, a cross-entropy would look up and scatter. A route takes the arguments of
+PyTorch's function, casts them as `torch.autocast` would, and calls the operation; what it has no form
+for goes to PyTorch's function itself.
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ def _route_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """An embedding is one operation of ATen, and stays it; this only refuses what would write weights."""
+    """An embedding is one operation of ATen, and stays it; this only refuses what would write
+    weights."""
     if max_norm is not None:
         raise ProgramError(
             f"embedding has no max_norm here: it would change the weights during the forward pass. "
@@ -267,8 +269,8 @@ ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """What AOTAutograd decomposes: PyTorch's table to core ATen, without what has a lowering.
 
-    A lowering has PyTorch's gradient; that of a decomposition, differentiated by JAX, may be NaN (a softplus
-    by `where` and `exp`).
+    A lowering has PyTorch's gradient; that of a decomposition, differentiated by JAX, may be NaN (a
+    softplus by `where` and `exp`).
     """
     table = core_aten_decompositions()
     return {operation: rule for operation, rule in table.items() if operation not in LOWERINGS}

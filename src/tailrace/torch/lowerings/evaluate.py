@@ -1,7 +1,7 @@
 """A graph of ATen operations, evaluated in JAX.
 
-Each operation runs under the scopes of its module. What depends on no input is computed at once, so that what
-looks at values (which mask is causal?) may know it.
+Each operation runs under the scopes of its module. What depends on no input is computed at once, so
+that what looks at values (which mask is causal?) may know it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.lowerings.random_numbers import drawing, is_random
-from tailrace.torch.lowerings.table import LOWERINGS
+from tailrace.torch.lowerings.refused import REFUSED
+from tailrace.torch.lowerings.table import BY_NAME, LOWERINGS
 
 _PLACES = frozenset(("device", "layout", "memory_format", "pin_memory"))
 """Arguments that say where a result is, and how it lies there."""
 
 LARGEST_CONSTANT = 2**26
-"""The bytes of a value above which it is computed in the program although it depends on no input: as a constant
-it would be a part of the program's text."""
+"""The bytes of a value above which it is computed in the program although it depends on no input: as a
+constant it would be a part of the program's text."""
 
 
 def evaluate(
@@ -87,11 +88,14 @@ class _Evaluation:
         args = self._given(node.args)
         named = {name: self._given(v) for name, v in node.kwargs.items() if name not in _PLACES}
         self.scopes.enter(node)
-        if not self._is_known(node):
-            return function(*args, **named)
-        self.known.add(node)
-        with jax.ensure_compile_time_eval():
-            return function(*args, **named)
+        try:
+            if not self._is_known(node):
+                return function(*args, **named)
+            self.known.add(node)
+            with jax.ensure_compile_time_eval():
+                return function(*args, **named)
+        except ProgramError as error:
+            raise ProgramError(f"{error}{place(node)}") from None
 
     def _is_known(self, node: torch.fx.Node) -> bool:
         depends = any(one not in self.known for one in node.all_input_nodes)
@@ -108,15 +112,22 @@ def lowering_of(node: torch.fx.Node) -> Any:
         target: Any = node.target
         if target in LOWERINGS:
             return LOWERINGS[target]
+        if isinstance(target, torch._ops.OpOverload) and target._schema.name in BY_NAME:
+            return BY_NAME[target._schema.name]
         if target is operator.getitem or getattr(target, "__module__", "") == "_operator":
             return target
-    path = module_path(node)
-    where = f" in module {path!r}" if path else ""
-    line = source_line(node)
+    reason = f": {REFUSED[node.target]}" if node.target in REFUSED else ""
     raise ProgramError(
-        f"{node.target} has no form that runs on the device (called{where}{f': {line}' if line else ''}). "
-        f"Compute it by other operations, or outside of the module."
+        f"{node.target} has no form that runs on the device{reason}{place(node)}. Compute it by other "
+        f"operations, or outside of the module."
     )
+
+
+def place(node: torch.fx.Node) -> str:
+    """Where a node comes from, for the end of a sentence: its module, and the user's line."""
+    path, line = module_path(node), source_line(node)
+    places = [f"in module {path!r}"] * bool(path) + [f"by `{line}`"] * bool(line)
+    return f" (called {', '.join(places)})" if places else ""
 
 
 def module_path(node: torch.fx.Node) -> str:
@@ -142,15 +153,15 @@ def _modules(node: torch.fx.Node) -> list[tuple[Any, str]]:
 
 def _path(name: str) -> str:
     """`layers.0.attn` of `L['self'].layers.0.attn`, and of the other ways in which it is written."""
-    name = _ROOT.sub("", name)
+    name = f".{_ROOT.sub('', name)}"
     name = re.sub(r"\._modules\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     return re.sub(r"@\d+", "", name).lstrip(".")
 
 
 class _Scopes:
-    """The scopes of modules that are open. A scope is entered once for the operations of one call of a module:
-    each entry is another one for those who name values."""
+    """The scopes of modules that are open. A scope is entered once for the operations of one call of a
+    module: each entry is another one for those who name values."""
 
     def __init__(self) -> None:
         self.open: list[tuple[Any, Any]] = []

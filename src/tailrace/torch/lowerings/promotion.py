@@ -1,8 +1,9 @@
 """In which dtype PyTorch computes, and what it returns.
 
-JAX promotes by rules of its own, or not at all. PyTorch's: the kinds of numbers are ordered (booleans, whole
-numbers, floats, complex numbers); a tensor without dimensions, and after it a Python number, decides only if it
-is of a higher kind than the others. Elementwise functions of 16-bit floats are computed in 32 bits.
+JAX promotes by rules of its own, or not at all. PyTorch's: the kinds of numbers are ordered (booleans,
+whole numbers, floats, complex numbers); a tensor without dimensions, and after it a Python number,
+decides only if it is of a higher kind than the others. Elementwise functions of 16-bit floats are
+computed in 32 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 
 from tailrace.base.array_like import DTypeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
+
+BOOL = np.dtype(bool)
 
 _NARROW = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
@@ -58,7 +61,7 @@ def real_of(dtype: DTypeLike) -> np.dtype:
 
 
 def _kind(dtype: np.dtype) -> int:
-    if dtype == bool:
+    if dtype == BOOL:
         return 0
     return 3 if is_complex(dtype) else 2 if is_float(dtype) else 1
 
@@ -81,7 +84,7 @@ def _combined(higher: np.dtype | None, lower: np.dtype | None) -> np.dtype | Non
         return higher
     if _kind(higher) == 2:  # floats next to complex numbers
         return jnp.promote_types(higher, jnp.complex64)
-    return lower if higher == bool or _kind(lower) >= 2 else jnp.promote_types(higher, lower)
+    return lower if higher == BOOL or _kind(lower) >= 2 else jnp.promote_types(higher, lower)
 
 
 def common_dtype(*values: TensorLike) -> np.dtype:
@@ -103,7 +106,7 @@ def as_dtype(value: TensorLike, dtype: DTypeLike) -> Any:
     """An array or number in a dtype; whole numbers that do not fit wrap around, as in PyTorch."""
     dtype = jnp.dtype(dtype)
     if isinstance(value, bool | int | float | complex):
-        if isinstance(value, float) and not is_inexact(dtype) and dtype != bool:
+        if isinstance(value, float) and not is_inexact(dtype) and dtype != BOOL:
             value = int(value)
         if (
             isinstance(value, int)
@@ -125,8 +128,8 @@ def as_dtype(value: TensorLike, dtype: DTypeLike) -> Any:
 
 
 def in_common_dtype(*values: TensorLike, floats: bool = False) -> tuple[list[Any], np.dtype]:
-    """The values in PyTorch's common dtype (as `floats`, if whole numbers are computed as floats), and that
-    dtype, which is the result's. 16-bit values stay so."""
+    """The values in PyTorch's common dtype (as `floats`, if whole numbers are computed as floats), and
+    that dtype, which is the result's. 16-bit values stay so."""
     dtype = common_dtype(*values)
     if floats and not is_inexact(dtype):
         dtype = default_float()

@@ -1,6 +1,7 @@
 """Random numbers of a program: each operation draws from a key of its own, in order.
 
-Not PyTorch's numbers: those follow from the state of its generator. The same key gives the same numbers.
+Not PyTorch's numbers: those follow from the state of its generator. The same key gives the same
+numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Activations: computed in 32 bits for 16, with PyTorch's gradient where both sides of a choice meet."""
+"""Activations: computed in 32 bits for 16, with PyTorch's gradient where both sides of a choice
+meet."""
 
 from __future__ import annotations
 

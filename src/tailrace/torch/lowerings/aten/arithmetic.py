@@ -11,6 +11,7 @@ import torch
 
 from tailrace.base.array_like import TensorLike
 from tailrace.torch.lowerings.promotion import (
+    BOOL,
     as_dtype,
     common_dtype,
     in_common_dtype,
@@ -21,7 +22,7 @@ from tailrace.torch.lowerings.promotion import (
     wide,
 )
 from tailrace.torch.lowerings.table import lowering
-from tailrace.torch.torchax.ops import elementwise
+from tailrace.torch.torchax.ops import compositions, elementwise
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def _numbers_wide(*values: TensorLike) -> tuple[list[Any], Any]:
 def _sum(x: TensorLike, other: TensorLike, factor: complex) -> Any:
     if isinstance(factor, bool) or factor == 1:
         (x, other), dtype = _numbers_wide(x, other)
-        return (jnp.logical_or(x, other) if dtype == bool else x + other).astype(dtype)
+        return (jnp.logical_or(x, other) if dtype == BOOL else x + other).astype(dtype)
     (x, other), dtype = in_wide_dtype(x, other)
     return (x + other * as_dtype(factor, x.dtype)).astype(dtype)
 
@@ -77,7 +78,7 @@ def rsub(x: TensorLike, other: TensorLike, alpha: complex = 1) -> Any:
 def mul(x: TensorLike, other: TensorLike) -> Any:
     """A product."""
     (x, other), dtype = _numbers_wide(x, other)
-    return (jnp.logical_and(x, other) if dtype == bool else x * other).astype(dtype)
+    return (jnp.logical_and(x, other) if dtype == BOOL else x * other).astype(dtype)
 
 
 @lowering(aten.div.Tensor, aten.div.Scalar)
@@ -146,7 +147,7 @@ def power(x: TensorLike, exponent: TensorLike) -> Any:
     dtype = common_dtype(x, exponent)
     if is_inexact(dtype) and isinstance(exponent, int | float):
         return _powered(as_dtype(x, wide(dtype)), exponent).astype(dtype)
-    if dtype == bool:
+    if dtype == BOOL:
         return jnp.logical_or(jnp.asarray(x, bool), ~jnp.asarray(exponent, bool))
     if isinstance(exponent, int) and not isinstance(exponent, bool):
         return _power(as_dtype(x, dtype), exponent).astype(dtype)
@@ -204,7 +205,8 @@ lowering(aten.minimum.default)(_by_order(jnp.minimum))
 
 @lowering(aten.fmax.default)
 def fmax(x: TensorLike, other: TensorLike) -> Any:
-    """The larger of two numbers, of which one may be NaN; of two equal ones the first has the gradient."""
+    """The larger of two numbers, of which one may be NaN; of two equal ones the first has the
+    gradient."""
     (x, other), dtype = in_common_dtype(x, other)
     x, other = jnp.broadcast_arrays(x, other)
     return jnp.where((x >= other) | (other != other), x, other).astype(dtype)
@@ -212,7 +214,8 @@ def fmax(x: TensorLike, other: TensorLike) -> Any:
 
 @lowering(aten.fmin.default)
 def fmin(x: TensorLike, other: TensorLike) -> Any:
-    """The smaller of two numbers, of which one may be NaN; of two equal ones the first has the gradient."""
+    """The smaller of two numbers, of which one may be NaN; of two equal ones the first has the
+    gradient."""
     (x, other), dtype = in_common_dtype(x, other)
     x, other = jnp.broadcast_arrays(x, other)
     return jnp.where((x <= other) | (other != other), x, other).astype(dtype)
@@ -336,3 +339,16 @@ def gcd(x: TensorLike, other: TensorLike) -> Any:
     """The greatest common divisor."""
     (x, other), dtype = in_common_dtype(x, other)
     return jnp.gcd(x, other).astype(dtype)
+
+
+@lowering(aten.ldexp.Tensor)
+def ldexp(x: TensorLike, other: TensorLike) -> Any:
+    """A number times a power of 2."""
+    return mul(x, power(2.0, other))
+
+
+lowering(aten.nextafter.default)(
+    lambda x, other: compositions.COMPOSITIONS[aten.nextafter.default](
+        *in_common_dtype(x, other)[0]
+    )
+)

@@ -1,4 +1,5 @@
-"""Backward passes that stand in a graph, where a module differentiates by itself: those of the lowerings."""
+"""Backward passes that stand in a graph, where a module differentiates by itself: those of the
+lowerings."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def conj(x: TensorLike) -> Any:
 
 @lowering(aten.resolve_conj.default, aten.resolve_neg.default)
 def resolved(x: TensorLike) -> Any:
-    """What a lazy conjugate stands for; here none is lazy."""
+    """What a conjugate that PyTorch puts off stands for; here none is put off."""
     return x
 
 

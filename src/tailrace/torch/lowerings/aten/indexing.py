@@ -117,7 +117,8 @@ def index(x: TensorLike, indices: Sequence[TensorLike | None]) -> Any:
 def _refuse_masks(indices: Sequence[TensorLike | None]) -> None:
     if any(one is not None and one.dtype in (bool, jnp.uint8) for one in indices):
         raise ProgramError(
-            "An index may be no mask on the device: how many entries it selects would depend on values. "
+            "An index may be no mask on the device: how many entries it selects would depend on "
+            "values. "
             "Received: a boolean tensor as index. Select by torch.where, or multiply by the mask."
         )
 
@@ -261,7 +262,8 @@ def _extreme(
     fixed_base, fixed = jax.lax.stop_gradient((base, source))
     place = fixed_base.at[spots]
     found = place.max(fixed) if reduce == "amax" else place.min(fixed)
-    # The value is the extreme itself; beside it the terms that reach it, which are 0 and have the gradient.
+    # The value is the extreme itself; beside it the terms that reach it, which are 0 and have the
+    # gradient.
     own = (fixed_base == found) & (include_self | ~touched)
     hit = fixed == found[spots]
     count = own.astype(x.dtype).at[spots].add(hit.astype(x.dtype))

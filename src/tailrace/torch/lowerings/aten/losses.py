@@ -29,7 +29,8 @@ def of_classes(
     """The negative logarithm at the class of each row, and the sum of the rows' weights.
 
     Compared instead of looked up: on a GPU a lookup and its gradient are separate kernels, while a
-    comparison is fused with its neighbours. A class out of range, where PyTorch raises an error, is NaN.
+    comparison is fused with its neighbours. A class out of range, where PyTorch raises an error, is
+    NaN.
     """
     axis = min(1, logs.ndim - 1)
     classes = target.astype(jnp.int32)

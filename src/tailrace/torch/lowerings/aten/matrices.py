@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import torch
 
 from tailrace.base.array_like import TensorLike
+from tailrace.errors import ProgramError
 from tailrace.torch.lowerings.promotion import as_dtype, common_dtype, is_inexact, wide
-from tailrace.torch.lowerings.table import lowering
+from tailrace.torch.lowerings.table import BY_NAME, lowering
 from tailrace.torch.torchax.ops import compositions, matrices
 
 aten = torch.ops.aten
@@ -115,14 +116,25 @@ def grouped_mm(
     """Rows in groups, each times a matrix of its own; groups end at offsets."""
     if x.ndim == 3 and weight.ndim == 3:
         return jnp.matmul(x, weight)
-    sizes = jnp.diff(offs.astype(jnp.int32), prepend=0)
+    return in_groups(x, weight, offs)
+
+
+def in_groups(x: TensorLike, weight: TensorLike, offs: TensorLike) -> Any:
+    """Rows in groups that end at offsets, each times a matrix of its own; rows behind the last are 0."""
+    offs = offs.astype(jnp.int32)
+    sizes = jnp.diff(offs, prepend=jnp.zeros(1, jnp.int32))
     return jax.lax.ragged_dot(x, weight, sizes)
+
+
+BY_NAME["transformers::grouped_mm_fallback"] = in_groups
 
 
 for _overload, _function in {
     aten._linalg_eigh.default: compositions.COMPOSITIONS[aten._linalg_eigh.default],
     aten.linalg_cholesky_ex.default: compositions.COMPOSITIONS[aten.linalg_cholesky_ex.default],
     aten.linalg_lu.default: compositions.COMPOSITIONS[aten.linalg_lu.default],
+    aten.lu_unpack.default: compositions.COMPOSITIONS[aten.lu_unpack.default],
+    aten.linalg_lu_solve.default: matrices.MATRICES[aten.linalg_lu_solve.default],
     aten.cholesky.default: compositions.COMPOSITIONS[aten.cholesky.default],
     aten._linalg_solve_ex.default: matrices.MATRICES[aten._linalg_solve_ex.default],
     aten.cholesky_solve.default: matrices.MATRICES[aten.cholesky_solve.default],
@@ -220,3 +232,25 @@ def trace(x: TensorLike) -> Any:
 def cross(x: TensorLike, other: TensorLike, *, dim: int = -1) -> Any:
     """The vector at right angles to two."""
     return jnp.cross(*jnp.broadcast_arrays(x, other), axis=dim)
+
+
+@lowering(aten.linalg_lu_factor_ex.default)
+def lu_factor(
+    x: TensorLike, *, pivot: bool = True, check_errors: bool = False
+) -> tuple[Any, Any, Any]:
+    """Both factors in one matrix, and pivots, which PyTorch counts from 1."""
+    if not pivot:
+        raise ProgramError(
+            "linalg.lu_factor has no form without pivots on the device. Received: pivot=False. Use "
+            "pivot=True."
+        )
+    factors, pivots, _ = jax.lax.linalg.lu(x)
+    return factors, pivots.astype(jnp.int32) + 1, jnp.zeros(x.shape[:-2], jnp.int32)
+
+
+@lowering(aten.cholesky_inverse.default)
+def cholesky_inverse(factor: TensorLike, upper: bool = False) -> Any:
+    """The inverse of a matrix that is given by its factor."""
+    solve = matrices.MATRICES[aten.cholesky_solve.default]
+    eye = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+    return solve(eye, factor, upper)

@@ -115,6 +115,24 @@ def median_of_all(x: TensorLike) -> Any:
     return median(x.reshape(-1), 0)[0]
 
 
+@lowering(aten.nanmedian.dim)
+def nanmedian(x: TensorLike, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """The lower one in the middle of the numbers along a dim, and its place."""
+    if not x.ndim or not is_float(x.dtype):
+        return median(x, dim, keepdim)
+    values, index = _sorted(x, dim, False)  # NaN comes last
+    count = (x == x).sum(dim, keepdims=True)
+    middle = jnp.maximum((count + 1) // 2 - 1, 0)
+    values, index = (jnp.take_along_axis(part, middle, dim) for part in (values, index))
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+@lowering(aten.nanmedian.default)
+def nanmedian_of_all(x: TensorLike) -> Any:
+    """The lower one in the middle of all numbers."""
+    return nanmedian(x.reshape(-1), 0)[0]
+
+
 def _running(x: TensorLike, dim: int, dtype: torch.dtype | None, add: Any) -> Any:
     if dtype is not None:
         wanted = dtype_on_device(dtype)

@@ -15,7 +15,7 @@ import torch
 from tailrace.base.array_like import TensorLike
 from tailrace.torch.lowerings.promotion import as_dtype, default_int, is_inexact, wide, widened
 from tailrace.torch.lowerings.table import lowering
-from tailrace.torch.torchax.ops import pools
+from tailrace.torch.torchax.ops import compositions, pools
 
 aten = torch.ops.aten
 
@@ -141,3 +141,6 @@ def _of_array(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _overload in (aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default):
     lowering(_overload)(_of_array(pools.POOLS[_overload]))
+
+for _overload in (aten.max_unpool2d.default, aten.max_unpool3d.default):
+    lowering(_overload)(_of_array(compositions.COMPOSITIONS[_overload]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,22 +45,27 @@ def _linear(size: int, out: int, align_corners: bool, scale: float | None) -> np
     return weights
 
 
+_CUBIC = -0.75
+"""The slope at the neighbours of a cubic of four entries."""
+
+
+def _near(x: Any) -> Any:
+    return ((_CUBIC + 2) * x - (_CUBIC + 3)) * x * x + 1
+
+
+def _far(x: Any) -> Any:
+    return ((_CUBIC * x - 5 * _CUBIC) * x + 8 * _CUBIC) * x - 4 * _CUBIC
+
+
 def _cubic(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
     """Shares of four entries, by the cubic with -0.75; beyond the border is the border."""
-    a = -0.75
     centre = _centres(size, out, align_corners, scale)
     first = np.floor(centre)
     t = centre - first
 
-    def near(x: np.ndarray) -> np.ndarray:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-
-    def far(x: np.ndarray) -> np.ndarray:
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
     weights = np.zeros((size, out), np.float32)
     for offset, share in zip(
-        (-1, 0, 1, 2), (far(t + 1), near(t), near(1 - t), far(2 - t)), strict=True
+        (-1, 0, 1, 2), (_far(t + 1), _near(t), _near(1 - t), _far(2 - t)), strict=True
     ):
         place = np.clip(first.astype(int) + offset, 0, size - 1)
         np.add.at(weights, (place, np.arange(out)), share.astype(np.float32))
@@ -163,3 +169,98 @@ for _dims in (1, 2, 3):
         _run, _separately = _by_nearest(_dims, _exact)
         lowering(_packet.vec)(_run)
         lowering(_packet.default)(_separately)
+
+
+@lowering(aten.grid_sampler_2d.default)
+def grid_sampler_2d(
+    x: TensorLike,
+    grid: TensorLike,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> Any:
+    """Values at the points of a grid: [batch, channels, height, width] at [batch, rows, columns, (x,
+    y)]."""
+    return _sampled(x, grid, interpolation_mode, padding_mode, align_corners)
+
+
+@lowering(aten.grid_sampler_3d.default)
+def grid_sampler_3d(
+    x: TensorLike,
+    grid: TensorLike,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> Any:
+    """The same of three dims, by points (x, y, z)."""
+    return _sampled(x, grid, interpolation_mode, padding_mode, align_corners)
+
+
+BILINEAR, NEAREST, BICUBIC = 0, 1, 2
+ZEROS, BORDER, REFLECTION = 0, 1, 2
+"""PyTorch's numbers for how points are read, and what is beyond the border."""
+
+
+def _sampled(x: TensorLike, grid: TensorLike, mode: int, padding: int, aligned: bool) -> Any:
+    dtype, held = x.dtype, wide(x.dtype)
+    x, grid = as_dtype(x, held), as_dtype(grid, held)
+    sizes = x.shape[2:]
+    # The last coordinate is that of the first dim.
+    places = []
+    for number, size in enumerate(sizes):
+        given = grid[..., len(sizes) - 1 - number]
+        place = (given + 1) / 2 * (size - 1) if aligned else ((given + 1) * size - 1) / 2
+        places.append(place if mode == BICUBIC else _within(place, size, padding, aligned))
+    if mode == NEAREST:
+        taps = [[(jnp.round(jax.lax.stop_gradient(place)), None)] for place in places]
+    elif mode == BILINEAR:
+        taps = [_two(place) for place in places]
+    else:
+        taps = [_four(place) for place in places]
+    total: Any = 0
+    for chosen in itertools.product(*taps):
+        spots, share = [], None
+        inside: Any = True
+        for (spot, weight), size in zip(chosen, sizes, strict=True):
+            if mode == BICUBIC:
+                spot = _within(spot, size, padding, aligned)
+            inside = inside & (spot >= 0) & (spot <= size - 1)
+            # What is no number reads the first entry.
+            spot = jnp.where(spot == spot, spot, 0)
+            spots.append(jnp.clip(spot, 0, size - 1).astype(jnp.int32))
+            if weight is not None:
+                share = weight if share is None else share * weight
+        # Channels last while reading: rows of a batch have points of their own.
+        read = jax.vmap(lambda image, *at: image[(slice(None), *at)])(x, *spots)
+        read = jnp.where(inside[:, None], read, jnp.zeros((), held))
+        total = total + (read if share is None else read * share[:, None])
+    return total.astype(dtype)
+
+
+def _within(place: TensorLike, size: int, padding: int, aligned: bool) -> Any:
+    """A place by what is beyond the border."""
+    if padding == ZEROS:
+        return place
+    if padding == REFLECTION:
+        low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
+        span = high - low
+        if span <= 0:
+            return jnp.zeros_like(place)
+        away = jnp.abs(place - low)
+        flips = jnp.floor(away / span)
+        rest = away - flips * span
+        place = jnp.where(flips % 2 == 0, rest + low, span - rest + low)
+    inside = (place > 0) & (place < size - 1)
+    return jnp.where(inside, place, jax.lax.stop_gradient(jnp.clip(place, 0, size - 1)))
+
+
+def _two(place: TensorLike) -> list[tuple[Any, Any]]:
+    first = jax.lax.stop_gradient(jnp.floor(place))
+    return [(first, first + 1 - place), (first + 1, place - first)]
+
+
+def _four(place: TensorLike) -> list[tuple[Any, Any]]:
+    first = jax.lax.stop_gradient(jnp.floor(place))
+    t = place - first
+    shares = (_far(t + 1), _near(t), _near(1 - t), _far(2 - t))
+    return [(first + offset, share) for offset, share in zip((-1, 0, 1, 2), shares, strict=True)]
