@@ -112,10 +112,10 @@ def words(count=3):
 
 def test_a_language_model_with_a_cache_trains_as_written():
     model, out, expected = same_as_eager(LanguageModel, words(), loss=None, of=lambda out: out.loss)
-    assert type(out) is ModelOutput and type(out.cache) is Cache
-    assert out.logits is out["logits"] and out.cache.layers[0].configuration is (
-        model.module.configuration
-    )
+    assert type(out) is ModelOutput
+    assert type(out.cache) is Cache
+    assert out.logits is out["logits"]
+    assert out.cache.layers[0].configuration is (model.module.configuration)
     for ours, theirs in zip(out.cache.layers, expected.cache.layers, strict=True):
         assert_close(ours.keys.numpy(), theirs.keys.detach().numpy())
     assert "param/head.weight" not in model.tensor_names()  # tied: one parameter, by its first name
@@ -128,14 +128,16 @@ def test_outputs_of_several_iterations_are_stacked_in_their_objects():
     model = tt.training_model(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
     ids = torch.cat([first[0], second[0]])
     out = model(ids, ids)
-    assert out.loss.shape == (2,) and out.cache.layers[1].values.shape == (8, 6, 8)
+    assert out.loss.shape == (2,)
+    assert out.cache.layers[1].values.shape == (8, 6, 8)
 
 
 def test_inference_returns_the_same_objects():
     module = seeded(LanguageModel)[0].eval()
     ids = words(1)[0][0]
     out, expected = tt.inference_model(module)(ids), module(ids)
-    assert type(out) is ModelOutput and out.loss is None
+    assert type(out) is ModelOutput
+    assert out.loss is None
     assert_close(
         out.cache.layers[1].values.numpy(), expected.cache.layers[1].values.detach().numpy()
     )

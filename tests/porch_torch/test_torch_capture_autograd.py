@@ -171,7 +171,7 @@ def stopped_inside(m, x):
         (under_no_grad, "keeps no record of: under torch.no_grad"),
         (through_detach, "keeps no record of"),
         (through_data, "keeps no record of"),
-        (hooked, "register_hook on a tensor, and the hook would never run"),
+        (hooked, "register_hook on a tensor, and the hook would not run"),
         (asked_for, "asks for gradients within forward"),
         (stopped_inside, "stops gradients within a transformation of torch.func"),
     ],

@@ -36,7 +36,7 @@ def keep_autograd(graph: GraphModule) -> list[Any]:
     for node in list(graph.graph.nodes):
         name = _name(node)
         if node.op == "get_attr":
-            # The body of an operation such as a checkpoint; those of a custom function come with it.
+            # Of an operation such as a checkpoint; those of a custom function come with it.
             body = getattr(graph, str(node.target), None)
             users = [user.target for user in node.users]
             if isinstance(body, GraphModule) and internals.custom_function not in users:
@@ -50,7 +50,7 @@ def keep_autograd(graph: GraphModule) -> list[Any]:
             continue
         if name == "register_hook" or name == "register_post_accumulate_grad_hook":
             raise ProgramError(
-                f"{line_of(node)} calls {name} on a tensor, and the hook would never run. Gradients are "
+                f"{line_of(node)} calls {name} on a tensor, and the hook would not run. Gradients are "
                 f"computed on the device, and no hook of the backward pass runs there. Remove the "
                 f"hook; to change a gradient, write a torch.autograd.Function with a backward of its "
                 f"own."
@@ -166,12 +166,11 @@ def _route(node: Node) -> None:
     """Put an operation of our own where there is one for a function of PyTorch."""
     if _name(node) == "detach":  # a view: what is written to it is written to its base
         return
-    if node.op == "call_function" and (own := ROUTES.get(node.target)) is not None:
-        node.target = own
-    elif node.op == "call_method":
-        method = getattr(torch.Tensor, str(node.target), None)
-        if (own := ROUTES.get(method)) is not None:
-            node.op, node.target = "call_function", own
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(torch.Tensor, str(node.target), None)
+    if function in ROUTES:
+        node.op, node.target = "call_function", ROUTES[function]
 
 
 def _storage(value: Any) -> int:

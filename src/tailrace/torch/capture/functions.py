@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def as_operation(
     graph: GraphModule, node: Node, prepare: Callable[[GraphModule], list[Any]]
 ) -> list[Any]:
     """Replace a custom function in Dynamo's graph; returns what has to live as long as the graph."""
-    first, second, *inputs = node.args
+    first, second, *inputs = cast(tuple[Any, ...], node.args)
     if node.kwargs.get("dirty_idx"):
         raise ProgramError(
             "A torch.autograd.Function that changes its inputs in place (ctx.mark_dirty) has no form "
@@ -71,6 +71,11 @@ def as_operation(
     examples = [examples] if isinstance(examples, torch.Tensor) else list(examples)
     held = [*prepare(forward), *prepare(backward)]
     pair = BodyPair(_functional(forward), _functional(backward), len(examples), examples)
+    if any(is_random(one.target) for one in pair.backward.graph.nodes):
+        raise ProgramError(
+            "A torch.autograd.Function whose backward draws random numbers has no form on the device. "
+            "Draw them in forward, and save them: ctx.save_for_backward."
+        )
     number = next(_numbers)
     _pairs[number] = pair
     tensors = [one for one in inputs if isinstance(one, Node)]
@@ -113,7 +118,8 @@ def _lowered(inputs: Sequence[Any], number: int) -> tuple[Any, ...]:
     pair = _pairs[number]
     # A key of its own, handed in: what is drawn inside of a function that JAX transforms stays there.
     random = any(is_random(node.target) for node in pair.forward.graph.nodes)
-    key = next_key() if random else None
+    no_key: Any = None
+    key = next_key() if random else no_key
 
     @jax.custom_vjp
     def apply(key: Any, *inputs: Any) -> tuple[Any, ...]:
@@ -126,7 +132,7 @@ def _lowered(inputs: Sequence[Any], number: int) -> tuple[Any, ...]:
     def backward(kept: Any, gradients: Any) -> tuple[Any, ...]:
         inputs, saved = kept
         given = [_given(g, like) for g, like in zip(gradients, pair.examples, strict=True)]
-        found = evaluate(pair.backward, [*given, *saved], None)
+        found = evaluate(pair.backward, [*given, *saved], no_key)
         if len(found) != len(inputs):
             raise ProgramError(
                 f"backward of a torch.autograd.Function returns one gradient for each tensor that "

@@ -104,7 +104,11 @@ def refused(error: BaseException, module: torch.nn.Module) -> Exception:
 
 
 def refuse_values(graph: GraphModule, module: torch.nn.Module) -> None:
-    """Refuse a graph in which a number or a shape depends on values, or PyTorch refuses a number."""
+    """Refuse a graph in which a number or a shape depends on values.
+
+    Also what PyTorch refuses only where it computes: numbers that do not fit a dtype, products of
+    several dtypes.
+    """
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -118,6 +122,8 @@ def refuse_values(graph: GraphModule, module: torch.nn.Module) -> None:
             )
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             _refuse_overflow(node, value.dtype)
+        if node.target in _PRODUCTS:
+            _refuse_mixed(node)
 
 
 _FILLS = {
@@ -140,6 +146,27 @@ def _refuse_overflow(node: Node, dtype: torch.dtype) -> None:
             torch.zeros((), dtype=dtype).fill_(number)
         except RuntimeError as error:
             raise ProgramError(f"{error} ({line_of(node)})") from None
+
+
+_PRODUCTS = frozenset(
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+    )
+)
+
+
+def _refuse_mixed(node: Node) -> None:
+    values = [one.meta.get("val") for one in node.all_input_nodes]
+    dtypes = dict.fromkeys(value.dtype for value in values if isinstance(value, torch.Tensor))
+    if len(dtypes) > 1:
+        raise ProgramError(
+            f"A product takes tensors of one dtype ({line_of(node)}). Received: "
+            f"{', '.join(map(str, dtypes))}. Convert them, or use torch.autocast."
+        )
 
 
 def _raised(text: str) -> str:

@@ -35,7 +35,7 @@ class Model(ABC):
 
     _default_mode = OutputMode.ALL
     _captures = True
-    """Whether a module may be captured; PopTorch's rules, of losses and blocks, are those of a trace."""
+    """Whether a module may be captured; PopTorch's rules, of losses and blocks, are of a trace."""
 
     def __init__(self, module: torch.nn.Module, options: ModelOptions) -> None:
         if isinstance(module, Model):

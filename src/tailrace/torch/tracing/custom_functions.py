@@ -23,10 +23,10 @@ from torch.utils import checkpoint
 from tailrace.base.array_like import TensorLike
 from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
-from tailrace.torch.errors import UsageError
 from tailrace.jaxprs.internals import ClosedJaxpr
 from tailrace.jaxprs.stretches import bound, results_of, run
 from tailrace.torch.calls.containers import rebuild
+from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.watch import Watch, current_watch, is_traced
 
 # The class in between: `Function.apply` ends in its `apply`, also where it was taken off its class
