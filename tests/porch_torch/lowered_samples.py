@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tailrace.torch.calls.arrays import array_of, tensor_of
 from tailrace.torch.calls.containers import flatten, rebuild
@@ -35,11 +36,13 @@ def captured(function, tensors):
         found.append(graph)
         return graph.forward
 
+    # Tensors that the function has besides its arguments are constants.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         aot_module_simplified(
             Called(function),
-            tensors,
+            [mode.from_tensor(t) for t in tensors],
             fw_compiler=keep,
             decompositions=decompositions(),
             keep_inference_input_mutations=False,

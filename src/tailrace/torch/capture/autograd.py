@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from tailrace.errors import ProgramError
 from tailrace.torch.capture import internals
 from tailrace.torch.capture.functions import as_operation
+from tailrace.torch.capture.places import line_of
 from tailrace.torch.lowerings.composites import ROUTES
 
 _NESTING = "_increment_nesting", "_decrement_nesting"
@@ -35,7 +36,7 @@ def keep_autograd(graph: GraphModule) -> list[Any]:
     for node in list(graph.graph.nodes):
         name = _name(node)
         if node.op == "get_attr":
-            # The body of an operation such as a checkpoint; those of a custom function come with it.
+            # Of an operation such as a checkpoint; those of a custom function come with it.
             body = getattr(graph, str(node.target), None)
             users = [user.target for user in node.users]
             if isinstance(body, GraphModule) and internals.custom_function not in users:
@@ -49,7 +50,7 @@ def keep_autograd(graph: GraphModule) -> list[Any]:
             continue
         if name == "register_hook" or name == "register_post_accumulate_grad_hook":
             raise ProgramError(
-                f"{_line(node)} calls {name} on a tensor, and the hook would never run. Gradients are "
+                f"{line_of(node)} calls {name} on a tensor, and the hook would not run. Gradients are "
                 f"computed on the device, and no hook of the backward pass runs there. Remove the "
                 f"hook; to change a gradient, write a torch.autograd.Function with a backward of its "
                 f"own."
@@ -58,7 +59,7 @@ def keep_autograd(graph: GraphModule) -> list[Any]:
             held.append(as_operation(graph, node, keep_autograd))
         if depth and (not enabled or name == "detach"):
             raise ProgramError(
-                f"{_line(node)} stops gradients within a transformation of torch.func, which has "
+                f"{line_of(node)} stops gradients within a transformation of torch.func, which has "
                 f"gradients of its own: which of them stop would be lost. Stop them outside of it."
             )
         if not depth:
@@ -121,14 +122,14 @@ def _check_write(node: Node, target: Node, enabled: bool, aliases: set[int]) -> 
     """Refuse a write that PyTorch's autograd does not see, to a tensor that has a gradient."""
     if _name(node) == "detach_":
         raise ProgramError(
-            f"{_line(node)} calls detach_() on a tensor that was computed, and other places hold the "
+            f"{line_of(node)} calls detach_() on a tensor that was computed, and other places hold the "
             f"same tensor. Write x = x.detach() instead."
         )
     hidden = _carries(target) and not enabled
     value = internals.value_of(target)
     if hidden or (isinstance(value, torch.Tensor) and _storage(value) in aliases):
         raise ProgramError(
-            f"{_line(node)} writes to a tensor that has a gradient in a way that PyTorch keeps no "
+            f"{line_of(node)} writes to a tensor that has a gradient in a way that PyTorch keeps no "
             f"record of: under torch.no_grad(), or through detach() or .data. Its gradient would be "
             f"that of other values. Compute a new tensor: y = x + (f(x) - x).detach()."
         )
@@ -165,12 +166,11 @@ def _route(node: Node) -> None:
     """Put an operation of our own where there is one for a function of PyTorch."""
     if _name(node) == "detach":  # a view: what is written to it is written to its base
         return
-    if node.op == "call_function" and (own := ROUTES.get(node.target)) is not None:
-        node.target = own
-    elif node.op == "call_method":
-        method = getattr(torch.Tensor, str(node.target), None)
-        if (own := ROUTES.get(method)) is not None:
-            node.op, node.target = "call_function", own
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(torch.Tensor, str(node.target), None)
+    if function in ROUTES:
+        node.op, node.target = "call_function", ROUTES[function]
 
 
 def _storage(value: Any) -> int:
@@ -179,13 +179,3 @@ def _storage(value: Any) -> int:
 
 def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def _line(node: Node) -> str:
-    """The line of the user's program that a node comes from."""
-    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
-    places = [line for line in lines if line.startswith("File ")]
-    if not places:
-        return "Forward"
-    file, _, number = places[-1].removeprefix("File ").partition(", line ")
-    return f"{file.strip(chr(34))}:{number.split(',')[0]}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tailrace.torch.capture.numbers import Changes, Numbers
 from tailrace.torch.capture.outputs import tensors_in
 from tailrace.torch.capture.places import name_modules
 from tailrace.torch.capture.rebinding import Rebinding
-from tailrace.torch.capture.refusals import refused
+from tailrace.torch.capture.refusals import refuse_values, refused
 from tailrace.torch.capture.sources import Source, sources_of
 from tailrace.torch.tracing.attributes import attributes_put_back
 
@@ -102,6 +102,7 @@ class _Backend:
         name_modules(graph, self.module)
         self.held = keep_autograd(graph)
         self.graph, self.writes = internals.to_aten(graph, examples)
+        refuse_values(self.graph, self.module)
 
         def run(*inputs: Any) -> list[Any]:
             # Called once. Dynamo builds what forward returns around these.
@@ -110,7 +111,6 @@ class _Backend:
             return self.outputs
 
         return run
-
 
     def _refuse_drawn(self, graph: GraphModule) -> None:
         if any(internals.is_drawn(node) for node in graph.graph.find_nodes(op="placeholder")):
@@ -151,7 +151,7 @@ def capture(
     def used(leaf: object) -> bool:
         return any(leaf is one for one in backend.inputs)
 
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(internals.settings())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(attributes_put_back(module, lambda v: id(v) in backend.made, used))
@@ -202,9 +202,8 @@ def _refuse_state(
     module: torch.nn.Module, changed: Changes, backend: _Backend, call: Callable[[], Any]
 ) -> None:
     """Refuse a forward pass that depends on a number which it has changed."""
-    with internals.settings(), torch.enable_grad(), changed.made_again():
-        with contextlib.suppress(Exception):
-            call()  # Dynamo looks whether what it has captured still holds
+    with internals.settings(), torch.enable_grad(), changed.made_again(), suppress(Exception):
+        call()  # Dynamo looks whether what it has captured still holds
     if backend.again:
         names = ", ".join(map(repr, changed.names))
         raise ProgramError(

@@ -16,7 +16,7 @@ from tailrace.jaxprs.marks import ProgramTrace, Tag, mark, tracing
 from tailrace.program.in_program import key
 from tailrace.torch.calls.arrays import array_of, tensor_of
 from tailrace.torch.calls.returned_tensors import as_returned
-from tailrace.torch.capture.captured import CapturedGraph, capture
+from tailrace.torch.capture.captured import capture
 from tailrace.torch.capture.outputs import Template, tensors_in
 from tailrace.torch.capture.sources import Source
 from tailrace.torch.capture.trained import trained
@@ -155,8 +155,11 @@ class CapturedForward(Forward):
         leaves = []
         for path, tensor in tensors_in(captured.output):
             place = captured.place(tensor)
-            found = results[place] if isinstance(place, int) else now.get(id(place), None)
-            leaves.append((path or "0", value(place) if found is None else found))
+            if isinstance(place, int):
+                found = results[place]
+            else:
+                found = now[id(place)] if id(place) in now else value(place)
+            leaves.append((path or "0", found))
         return _Values(results, leaves, after, written)
 
     def _constant(self, tensor: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def as_operation(
     graph: GraphModule, node: Node, prepare: Callable[[GraphModule], list[Any]]
 ) -> list[Any]:
     """Replace a custom function in Dynamo's graph; returns what has to live as long as the graph."""
-    first, second, *inputs = node.args
+    first, second, *inputs = cast(tuple[Any, ...], node.args)
     if node.kwargs.get("dirty_idx"):
         raise ProgramError(
             "A torch.autograd.Function that changes its inputs in place (ctx.mark_dirty) has no form "
@@ -71,6 +71,11 @@ def as_operation(
     examples = [examples] if isinstance(examples, torch.Tensor) else list(examples)
     held = [*prepare(forward), *prepare(backward)]
     pair = BodyPair(_functional(forward), _functional(backward), len(examples), examples)
+    if any(is_random(one.target) for one in pair.backward.graph.nodes):
+        raise ProgramError(
+            "A torch.autograd.Function whose backward draws random numbers has no form on the device. "
+            "Draw them in forward, and save them: ctx.save_for_backward."
+        )
     number = next(_numbers)
     _pairs[number] = pair
     tensors = [one for one in inputs if isinstance(one, Node)]
@@ -113,7 +118,8 @@ def _lowered(inputs: Sequence[Any], number: int) -> tuple[Any, ...]:
     pair = _pairs[number]
     # A key of its own, handed in: what is drawn inside of a function that JAX transforms stays there.
     random = any(is_random(node.target) for node in pair.forward.graph.nodes)
-    key = next_key() if random else None
+    no_key: Any = None
+    key = next_key() if random else no_key
 
     @jax.custom_vjp
     def apply(key: Any, *inputs: Any) -> tuple[Any, ...]:
@@ -125,29 +131,44 @@ def _lowered(inputs: Sequence[Any], number: int) -> tuple[Any, ...]:
 
     def backward(kept: Any, gradients: Any) -> tuple[Any, ...]:
         inputs, saved = kept
-        given = [_zeros(g, like) for g, like in zip(gradients, pair.examples, strict=True)]
-        found = evaluate(pair.backward, [*given, *saved], None)
-        pairs = itertools.zip_longest(inputs, found)
-        return (None, *(_cotangent(value, gradient) for value, gradient in pairs))
+        given = [_given(g, like) for g, like in zip(gradients, pair.examples, strict=True)]
+        found = evaluate(pair.backward, [*given, *saved], no_key)
+        if len(found) != len(inputs):
+            raise ProgramError(
+                f"backward of a torch.autograd.Function returns one gradient for each tensor that "
+                f"forward takes. Received: {len(found)}, and it takes {len(inputs)}."
+            )
+        pairs = enumerate(zip(inputs, found, strict=True))
+        return (None, *(_cotangent(value, gradient, n) for n, (value, gradient) in pairs))
 
     apply.defvjp(forward, backward)
     return apply(key, *inputs)
 
 
-def _zeros(gradient: Any, like: torch.Tensor) -> Any:
-    """The gradient of an output; zeros for one of whole numbers."""
-    if getattr(gradient, "dtype", None) == jax.dtypes.float0:
+def _given(gradient: Any, like: torch.Tensor) -> Any:
+    """The gradient of an output as PyTorch has it; zeros for one of whole numbers."""
+    if gradient.dtype == jax.dtypes.float0:
         return jnp.zeros(tuple(like.shape), jnp.float32)
-    return gradient
+    return jnp.conj(gradient)
 
 
-def _cotangent(value: Any, gradient: Any) -> Any:
+def _cotangent(value: Any, gradient: Any, number: int) -> Any:
+    """What JAX takes for a gradient of PyTorch's: of the form of the input."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return np.zeros(value.shape, jax.dtypes.float0)
     if gradient is None:
         return jnp.zeros_like(value)
-    # As PyTorch has it: summed to the shape of the input, and in its dtype.
-    return jnp.asarray(gradient, value.dtype).reshape(value.shape)
+    shape = (1,) * (gradient.ndim - value.ndim) + value.shape
+    pairs = zip(shape, gradient.shape, strict=False)
+    if len(shape) != gradient.ndim or any(own not in (1, size) for own, size in pairs):
+        raise ProgramError(
+            f"A gradient has the shape of its argument. backward of a torch.autograd.Function returns "
+            f"one of {list(gradient.shape)} for argument {number}, which is {list(value.shape)}."
+        )
+    # As PyTorch does: a gradient of a broadcast result is summed to the shape of the argument.
+    axes = tuple(n for n, size in enumerate(gradient.shape) if shape[n] != size)
+    found = jnp.conj(gradient.sum(axes, keepdims=True).reshape(value.shape))
+    return (found if jnp.iscomplexobj(value) else found.real).astype(value.dtype)
 
 
 @lowering(OPERATION)

@@ -11,7 +11,7 @@ import functools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,16 +116,20 @@ def to_aten(graph: GraphModule, examples: Sequence[Any]) -> tuple[GraphModule, d
     # Of an inference: what autograd knows is written into the graph, and JAX differentiates.
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        aten, signature = aot_export_module(
+        found, signature = aot_export_module(
             graph,
             [one.detach() if isinstance(one, torch.Tensor) else one for one in examples],
             trace_joint=False,
             decompositions=decompositions(),
         )
+    aten: Any = found
     for node in list(aten.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            aten.graph.erase_node(node)  # of autocast, about shapes and dtypes that are known by now
-    return aten, dict(signature.user_inputs_to_mutate)
+            aten.graph.erase_node(
+                node
+            )  # of autocast, about shapes and dtypes that are known by now
+    writes: Any = signature.user_inputs_to_mutate
+    return aten, dict(writes)
 
 
 def _small() -> tuple[list[Any], Any, Any]:

@@ -41,7 +41,7 @@ def _leaves(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, tor
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if value is None or isinstance(value, _LEFT_ALONE) or isinstance(value, torch.nn.Module):
+    if value is None or isinstance(value, (_LEFT_ALONE, torch.nn.Module)):
         return
     if id(value) in seen:  # objects refer to each other in circles
         return

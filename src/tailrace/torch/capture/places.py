@@ -1,9 +1,9 @@
-"""Which module each node of Dynamo's graph belongs to, by the paths that PyTorch gives modules."""
+"""Where a node of a graph comes from: its module, by the path that PyTorch gives it, and its line."""
 
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 
 def name_modules(graph: GraphModule, module: torch.nn.Module) -> None:
@@ -22,3 +22,13 @@ def name_modules(graph: GraphModule, module: torch.nn.Module) -> None:
                 for key, (_, kind) in stack.items()
                 if (own := str(key).partition("@")[0]) in paths
             }
+
+
+def line_of(node: Node) -> str:
+    """The line of the user's program that a node comes from, as `file:line`."""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
+    places = [line for line in lines if line.startswith("File ")]
+    if not places:
+        return "Forward"
+    file, _, number = places[-1].removeprefix("File ").partition(", line ")
+    return f"{file.strip(chr(34))}:{number.split(',')[0]}"

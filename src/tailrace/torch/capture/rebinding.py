@@ -1,4 +1,4 @@
-"""Buffers and parameters to which forward has given another tensor, as `self.total = self.total + x` does.
+"""Buffers and parameters for which forward has put another tensor: `self.total = self.total + x`.
 
 Dynamo makes such assignments at the end of a call. While a forward pass is captured they show what a
 buffer is afterwards, and are undone: the tensors assigned have no values.
@@ -7,6 +7,7 @@ buffer is afterwards, and are undone: the tensors assigned have no values.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Rebinding:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(t): name for name, t in module.named_buffers()}
-        self._before = [
+        self._before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (kind, places, dict(places))
             for inner in module.modules()
             for kind, places in (("Parameter", inner._parameters), ("Buffer", inner._buffers))

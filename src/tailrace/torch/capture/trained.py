@@ -65,8 +65,8 @@ def trained(captured: CapturedGraph, loss: Any, module: str) -> int:
     }
     if not scalars:
         raise ProgramError(
-            f"Training needs a loss: {module} returns no scalar that has a gradient. {returned} Compute "
-            f"the loss in forward and return it, or give a function of the output: "
+            f"Training needs a loss: {module} returns no scalar that has a gradient. {returned} "
+            f"Compute the loss in forward and return it, or give a function of the output: "
             f"loss=lambda out: out.mean()."
         )
     if len(scalars) == 1:

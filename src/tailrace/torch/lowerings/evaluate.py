@@ -18,7 +18,8 @@ import torch
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.lowerings.random_numbers import drawing, is_random
-from tailrace.torch.lowerings.table import LOWERINGS
+from tailrace.torch.lowerings.refused import REFUSED
+from tailrace.torch.lowerings.table import BY_NAME, LOWERINGS
 
 _PLACES = frozenset(("device", "layout", "memory_format", "pin_memory"))
 """Arguments that say where a result is, and how it lies there."""
@@ -87,11 +88,14 @@ class _Evaluation:
         args = self._given(node.args)
         named = {name: self._given(v) for name, v in node.kwargs.items() if name not in _PLACES}
         self.scopes.enter(node)
-        if not self._is_known(node):
-            return function(*args, **named)
-        self.known.add(node)
-        with jax.ensure_compile_time_eval():
-            return function(*args, **named)
+        try:
+            if not self._is_known(node):
+                return function(*args, **named)
+            self.known.add(node)
+            with jax.ensure_compile_time_eval():
+                return function(*args, **named)
+        except ProgramError as error:
+            raise ProgramError(f"{error}{place(node)}") from None
 
     def _is_known(self, node: torch.fx.Node) -> bool:
         depends = any(one not in self.known for one in node.all_input_nodes)
@@ -108,15 +112,22 @@ def lowering_of(node: torch.fx.Node) -> Any:
         target: Any = node.target
         if target in LOWERINGS:
             return LOWERINGS[target]
+        if isinstance(target, torch._ops.OpOverload) and target._schema.name in BY_NAME:
+            return BY_NAME[target._schema.name]
         if target is operator.getitem or getattr(target, "__module__", "") == "_operator":
             return target
-    path, line = module_path(node), source_line(node)
-    places = [f"in module {path!r}"] * bool(path) + [f"by `{line}`"] * bool(line)
-    called = f" (called {', '.join(places)})" if places else ""
+    reason = f": {REFUSED[node.target]}" if node.target in REFUSED else ""
     raise ProgramError(
-        f"{node.target} has no form that runs on the device{called}. Compute it by other "
+        f"{node.target} has no form that runs on the device{reason}{place(node)}. Compute it by other "
         f"operations, or outside of the module."
     )
+
+
+def place(node: torch.fx.Node) -> str:
+    """Where a node comes from, for the end of a sentence: its module, and the user's line."""
+    path, line = module_path(node), source_line(node)
+    places = [f"in module {path!r}"] * bool(path) + [f"by `{line}`"] * bool(line)
+    return f" (called {', '.join(places)})" if places else ""
 
 
 def module_path(node: torch.fx.Node) -> str:
@@ -142,7 +153,7 @@ def _modules(node: torch.fx.Node) -> list[tuple[Any, str]]:
 
 def _path(name: str) -> str:
     """`layers.0.attn` of `L['self'].layers.0.attn`, and of the other ways in which it is written."""
-    name = _ROOT.sub("", name)
+    name = f".{_ROOT.sub('', name)}"
     name = re.sub(r"\._modules\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     return re.sub(r"@\d+", "", name).lstrip(".")

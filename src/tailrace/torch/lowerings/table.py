@@ -14,6 +14,9 @@ LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 returns a JAX value or a tuple of them; where results are is not its business, so `device`, `layout`,
 `pin_memory` and `memory_format` are taken off before."""
 
+BY_NAME: dict[str, Callable[..., Any]] = {}
+"""Lowerings of operations that other packages register when they are imported, by `package::name`."""
+
 
 def lowering(*overloads: torch._ops.OpOverload) -> Callable[[F], F]:
     """Register a function as the lowering of these operations."""

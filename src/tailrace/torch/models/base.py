@@ -35,7 +35,7 @@ class Model(ABC):
 
     _default_mode = OutputMode.ALL
     _captures = True
-    """Whether a module may be captured; PopTorch's rules, of losses and blocks, are those of a trace."""
+    """Whether a module may be captured; PopTorch's rules, of losses and blocks, are of a trace."""
 
     def __init__(self, module: torch.nn.Module, options: ModelOptions) -> None:
         if isinstance(module, Model):
@@ -230,9 +230,7 @@ class Model(ABC):
         self._hooks_traced = self._hooks_now()
         # A trace of its own comes first: outputs, losses and blocks decide what the program is made of.
         training = self._default_mode is OutputMode.FINAL
-        forward = learned(
-            function, form, params, buffers, training, self._loss, self._captures
-        )
+        forward = learned(function, form, params, buffers, training, self._loss, self._captures)
         self._forward = forward
         self._before_making(forward)
         taps = self._taps(forward)

@@ -68,6 +68,12 @@ def learned(
             raise  # whichever way the module goes
         except ProgramError as error:
             refusals.append(error)
+        except Exception as error:
+            if not refusals:
+                raise
+            # Whatever fails in the second place, the first refusal is the one to act on.
+            refusals[0].add_note(f"Nor can it be {way}: {type(error).__name__}: {error}")
+            raise refusals[0] from error
     first, last = refusals[0], refusals[-1]
     if last is first:
         raise first

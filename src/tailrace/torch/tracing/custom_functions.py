@@ -26,6 +26,7 @@ from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import ClosedJaxpr
 from tailrace.jaxprs.stretches import bound, results_of, run
 from tailrace.torch.calls.containers import rebuild
+from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.watch import Watch, current_watch, is_traced
 
 # The class in between: `Function.apply` ends in its `apply`, also where it was taken off its class
@@ -215,7 +216,7 @@ class _Call:
         """The gradients that backward returned, as arguments of these shapes and dtypes have them."""
         name, fitted = f"{self.cls.__name__}.backward", {}
         if len(found) < len(self.args) or any(g is not None for g in found[len(self.args) :]):
-            raise ProgramError(
+            raise UsageError(
                 f"backward of a torch.autograd.Function returns one gradient for each argument of "
                 f"forward. {name} returns {len(found)}, and forward takes {len(self.args)}."
             )
@@ -227,7 +228,7 @@ class _Call:
             lead = gradient.ndim - argument.ndim
             shape = (1,) * lead + argument.shape
             if lead < 0 or any(a not in (b, 1) for a, b in zip(shape, gradient.shape, strict=True)):
-                raise ProgramError(
+                raise UsageError(
                     f"A gradient has the shape of its argument. {name} returns one of "
                     f"{list(gradient.shape)} for argument {number}, which is {list(argument.shape)}."
                 )

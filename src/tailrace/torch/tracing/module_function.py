@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -312,6 +313,9 @@ def without_looking_at_values() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_if_compiled() -> Iterator[None]:
     """What libraries do where they are compiled: `transformers` chooses by values elsewhere."""
+    # PyTorch's compiler keeps the function below when it is imported, which tracing does: it must find
+    # PyTorch's own, or nothing could be compiled in this process any more.
+    importlib.import_module("torch._dynamo")
     hook: Any = torch.utils.hooks.BackwardHook
     compiling = torch.compiler.is_compiling
     set_up = hook.setup_input_hook, hook.setup_output_hook

@@ -11,7 +11,7 @@ import torch
 from tailrace.base.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.torch.lowerings.promotion import as_dtype, common_dtype, is_inexact, wide
-from tailrace.torch.lowerings.table import lowering
+from tailrace.torch.lowerings.table import BY_NAME, lowering
 from tailrace.torch.torchax.ops import compositions, matrices
 
 aten = torch.ops.aten
@@ -116,8 +116,17 @@ def grouped_mm(
     """Rows in groups, each times a matrix of its own; groups end at offsets."""
     if x.ndim == 3 and weight.ndim == 3:
         return jnp.matmul(x, weight)
-    sizes = jnp.diff(offs.astype(jnp.int32), prepend=0)
+    return in_groups(x, weight, offs)
+
+
+def in_groups(x: TensorLike, weight: TensorLike, offs: TensorLike) -> Any:
+    """Rows in groups that end at offsets, each times a matrix of its own; rows behind the last are 0."""
+    offs = offs.astype(jnp.int32)
+    sizes = jnp.diff(offs, prepend=jnp.zeros(1, jnp.int32))
     return jax.lax.ragged_dot(x, weight, sizes)
+
+
+BY_NAME["transformers::grouped_mm_fallback"] = in_groups
 
 
 for _overload, _function in {

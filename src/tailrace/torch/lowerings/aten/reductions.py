@@ -309,3 +309,9 @@ def cdist(x1: TensorLike, x2: TensorLike, p: float, compute_mode: int | None = N
 def pdist(x: TensorLike, p: float = 2) -> Any:
     """Distances of all rows of a matrix from those after them."""
     return norms.each_pair(x, p)
+
+
+@lowering(aten.dist.default)
+def dist(x: TensorLike, other: TensorLike, p: float = 2) -> Any:
+    """The distance of two tensors."""
+    return norms.apart(x, other, p)

@@ -20,7 +20,9 @@ from tailrace.torch.lowerings.table import lowering
 aten = torch.ops.aten
 
 
-@lowering(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@lowering(
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default
+)
 def view(x: TensorLike, size: ShapeLike) -> Any:
     """In another shape; -1 is what is left."""
     return jnp.reshape(x, tuple(size))
@@ -32,7 +34,7 @@ def view_dtype(x: TensorLike, dtype: torch.dtype) -> Any:
     return x.view(dtype_on_device(dtype))
 
 
-@lowering(aten.permute.default)
+@lowering(aten.permute.default, aten.permute_copy.default)
 def permute(x: TensorLike, dims: Sequence[int]) -> Any:
     """With its dims in another order."""
     return jnp.transpose(x, tuple(dims))
