@@ -86,6 +86,8 @@ def embedding_bag(
 @lowering(aten.gather.default)
 def gather(x: TensorLike, dim: int, index: TensorLike, *, sparse_grad: bool = False) -> Any:
     """An entry along a dim for each index."""
+    if not index.size:
+        return jnp.zeros(index.shape, x.dtype)
     if not x.ndim or not index.ndim:
         flat = x.reshape(-1)[index.reshape(-1)]
         return flat.reshape(index.shape)
@@ -305,6 +307,38 @@ def index_fill(x: TensorLike, dim: int, index: TensorLike, value: TensorLike) ->
         return jnp.broadcast_to(as_dtype(value, x.dtype), ())
     at = (*(slice(None),) * (dim % x.ndim), index.reshape(-1))
     return x.at[at].set(as_dtype(value, x.dtype))
+
+
+@lowering(aten.index_reduce.default)
+def index_reduce(
+    x: TensorLike,
+    dim: int,
+    index: TensorLike,
+    source: TensorLike,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """With slices reduced along a dim."""
+    if not source.ndim:
+        x, source = x.reshape(1), source.reshape(1)
+        return index_reduce(x, 0, index, source, reduce, include_self=include_self).reshape(())
+    shape = [1] * source.ndim
+    shape[dim] = -1
+    places = jnp.broadcast_to(index.reshape(shape), source.shape)
+    return scatter_reduce(x, dim, places, source, reduce, include_self=include_self)
+
+
+@lowering(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats: TensorLike, *, output_size: int | None = None) -> Any:
+    """The numbers of entries, each as often as it is counted."""
+    if output_size is None:
+        raise ProgramError(
+            "repeat_interleave with a tensor of counts needs to know how many entries that makes. "
+            "Received: no output_size. Pass output_size=."
+        )
+    places = jnp.arange(repeats.shape[0], dtype=default_int())
+    return jnp.repeat(places, repeats, total_repeat_length=output_size)
 
 
 @lowering(aten.take.default)

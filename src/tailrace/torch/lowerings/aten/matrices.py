@@ -120,7 +120,8 @@ def grouped_mm(
 
 
 def in_groups(x: TensorLike, weight: TensorLike, offs: TensorLike) -> Any:
-    """Rows in groups that end at offsets, each times a matrix of its own; rows behind the last are 0."""
+    """Rows in groups that end at offsets, each times a matrix of its own; rows behind the last are
+    0."""
     offs = offs.astype(jnp.int32)
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, jnp.int32))
     return jax.lax.ragged_dot(x, weight, sizes)
