@@ -54,9 +54,7 @@ def untapped(loss):
 
 @pytest.mark.parametrize("taps", EVERYTHING)
 def test_whatever_is_tapped(taps):
-    assert_bits_equal(
-        trained(loss_fn, elements(7), network(), EVERYTHING[taps]), untapped(loss_fn)
-    )
+    assert_bits_equal(trained(loss_fn, elements(7), network(), EVERYTHING[taps]), untapped(loss_fn))
 
 
 @pytest.mark.parametrize(("optimizer", "seed"), [("sgd", 1), ("adam", 2), ("clipped", 3)])
@@ -147,6 +145,51 @@ def constants(params, x, y):
 @pytest.mark.parametrize("taps", ["stats", "gradients"])
 def test_constants_that_inner_programs_return(taps):
     assert_bits_equal(trained(constants, elements(7), STACK, EVERYTHING[taps]), untapped(constants))
+
+
+def means(params, x, y):
+    """A sum of numbers, in which a product that is written to memory is rounded before it is added."""
+    found = [params["stack"], params["out"], x, y, params["stack"]]
+    sums = 0.0
+    for each in found:
+        sums = sums + jnp.tanh(each).mean()
+    return sums
+
+
+@pytest.mark.parametrize("reduce", ["norm", "tensor"])
+def test_the_last_of_each_number(reduce):
+    taps = [tr.Tap("activation/*", mode="final", reduce=reduce)]
+    assert_bits_equal(trained(means, elements(7), STACK, taps), untapped(means))
+
+
+SINGLE = {"scale": np.float32(0.7), "shift": np.full(1, 0.3, np.float32), "out": STACK["out"]}
+
+
+def scaled(params, x, y):
+    return ((params["scale"] * jnp.tanh(x @ params["out"]) + params["shift"] * 0.3 - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_parameters_of_a_single_value(optimizer):
+    plain = trained(scaled, elements(7), SINGLE, (), optimizer)
+    for taps in ("stats", "histogram", "final"):
+        found = trained(scaled, elements(7), SINGLE, EVERYTHING[taps], optimizer)
+        assert_bits_equal(found, plain)
+
+
+def test_rows_of_a_scan_in_a_checkpoint_that_nothing_reads():
+    @jax.checkpoint
+    def last(b):
+        one_pass = lambda c, _: (jnp.tanh(b + 2), b + 0.5)  # noqa: E731
+        return jax.lax.scan(one_pass, b, None, 3, reverse=True)[0]
+
+    def loss(params, x, y):
+        return ((last(params["out"][0]) - y) ** 2).mean()
+
+    taps = [tr.Tap("cotangent/*")]
+    assert_bits_equal(
+        trained(loss, elements(7), STACK, taps), trained(loss, elements(7), STACK, ())
+    )
 
 
 def staged(params, x, y):
