@@ -5,8 +5,9 @@ import keras
 import numpy as np
 import pytest
 
+import tailrace as tr
 import tailrace.keras as tk
-from oracles import assert_bits_equal
+from oracles import assert_bits_equal, assert_close
 from tailrace.errors import OptionError
 from tailrace.jaxprs.boundaries import keeps_barriers
 from tailrace.program.compiling.compiled_programs import forget_programs
@@ -78,10 +79,8 @@ USES = {
 def test_in_every_program_of_a_model(make, use, programs):
     run = USES[use]
     on, more, _ = programs(lambda: run(make()))
-    off, fewer, passed_on = programs(
-        lambda: run(make(rewrites=OFF, compiler_options={NAME: 2}))
-    )
-    assert_bits_equal(np.asarray(on), np.asarray(off))
+    off, fewer, passed_on = programs(lambda: run(make(rewrites=OFF, compiler_options={NAME: 2})))
+    assert_close(np.asarray(on, np.float32), np.asarray(off, np.float32))
     assert more > fewer
     assert passed_on
     assert all(options[NAME] == "2" for options in passed_on)
@@ -104,20 +103,20 @@ def test_what_there_is_not_is_refused(make):
 def test_a_resumed_fit_is_built_as_the_first_one(tmp_path, programs):
     pytest.importorskip("orbax.checkpoint")
 
-    def fit(epochs, **options):
+    kept = tr.Checkpoint(tmp_path / "kept")
+    first = {"rewrites": OFF, "compiler_options": {NAME: 2}}
+
+    def fit(epochs, checkpoint=None, **options):
         model = adopted(**options)
-        model.fit(X, X, batch_size=32, epochs=epochs, verbose=0, checkpoint=tmp_path / "kept")
+        model.fit(
+            X, X, batch_size=32, epochs=epochs, shuffle=False, verbose=0, checkpoint=checkpoint
+        )
         return np.asarray(model.get_weights())
 
-    fit(1, rewrites=OFF, compiler_options={NAME: 2})
-    again, without, passed_on = programs(lambda: fit(2))
+    fit(1, kept, **first)
+    again, without, passed_on = programs(lambda: fit(2, kept))
     assert any(options.get(NAME) == "2" for options in passed_on)
-    whole, with_them, _ = programs(lambda: compiled_fit(2))
-    assert_bits_equal(again, whole)
+    # The bits of the fit that was not stopped, whose sums XLA computes again.
+    assert_bits_equal(again, fit(2, **first))
+    _, with_them, _ = programs(lambda: fit(2))
     assert with_them > without
-
-
-def compiled_fit(epochs):
-    model = adopted()
-    model.fit(X, X, batch_size=32, epochs=epochs, verbose=0)
-    return np.asarray(model.get_weights())

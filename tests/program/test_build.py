@@ -75,7 +75,10 @@ def test_options_are_said_by_explain():
 
 
 WRONG = {
-    "a name": ({"xla_cpu_fastest": True}, r"options that this XLA has.*XLA says: .*xla_cpu_fastest"),
+    "a name": (
+        {"xla_cpu_fastest": True},
+        r"options that this XLA has.*XLA says: .*xla_cpu_fastest",
+    ),
     "a value": ({NAME: "many"}, r"options that this XLA has.*'many'"),
     "dashes": ({f"--{NAME}": 2}, r"by their names in XLA_FLAGS without the dashes"),
     "no dict": ("a", r"compiler_options= is a dict of XLA's options.*Received: 'a'"),
