@@ -31,7 +31,7 @@ def operations(compilations):
 
 
 def boundaries_in(compilations, run):
-    """How many boundaries are in the programs that `run` compiles, beyond those without; its results."""
+    """How many boundaries there are in the programs that `run` compiles; its results are equal."""
     found, results = [], []
     for rewrites in (None, OFF):
         results.append(run(rewrites))
@@ -99,7 +99,10 @@ WHERE = {
         1,
         lambda x, ws: lax.scan(lambda x, _: (residual_stream(x, ws), None), x, length=3)[0],
     ),
-    "inside a while loop": (1, lambda x, ws: lax.fori_loop(0, 3, lambda _, x: residual_stream(x, ws), x)),
+    "inside a while loop": (
+        1,
+        lambda x, ws: lax.fori_loop(0, 3, lambda _, x: residual_stream(x, ws), x),
+    ),
     "inside a branch": (
         1,
         lambda x, ws: lax.cond(x.sum() > 0, lambda: residual_stream(x, ws), lambda: x),

@@ -53,6 +53,6 @@ def test_boundaries_change_no_result(name):
 
 
 def test_the_compiled_program_grows_with_the_number_of_layers():
-    """Without boundaries the last eight layers take three times as many lines as the first four more."""
+    """Without boundaries, the last eight layers add three times as many lines as four before."""
     four, eight, sixteen = found("lines", 4, 8, 16)
     assert sixteen - eight <= 2.2 * (eight - four)

@@ -1,4 +1,4 @@
-"""`rewrites=` and `compiler_options=` of PyTorch models: in training and in inference, and kept in files."""
+"""`rewrites=` and `compiler_options=` of PyTorch models: in each program, and kept in files."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def training(**options):
 
 @pytest.fixture
 def programs(monkeypatch):
-    """The boundaries in what a function compiles, with other choices, and the options of each program."""
+    """What a function returns, the boundaries in what it compiles, and the options of each program."""
     keeps_barriers()
     found = []
     plain = jax.stages.Lowered.compile

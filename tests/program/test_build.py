@@ -94,7 +94,7 @@ def test_options_that_there_are_not_are_refused_at_once(what):
 
 
 NO_REWRITES = {
-    "a name": ({"boundary": False}, r"rewrites= has the names 'boundaries', 'convolutions'.*'boundary'"),
+    "a name": ({"boundary": False}, r"has the names 'boundaries', 'convolutions'.*'boundary'"),
     "a value": ({"boundaries": "off"}, r"rewrites\['boundaries'\].*'off'"),
     "no dict": (["boundaries"], r"rewrites= is a dict from the name of a rewrite.*True or False"),
 }  # fmt: skip
