@@ -92,6 +92,15 @@ def test_a_step_of_a_keras_fit_is_replayed(tmp_path):
         assert replay.proved is True, replay.differences
 
 
+def test_a_training_that_says_nothing_of_its_build_keeps_its_program(tmp_path):
+    left, _ = unpacked("steps", tmp_path)
+    trainer = frozen_cases.steps_trainer(None)
+    trainer.fit(frozen_cases.data(), steps=12, checkpoint=tr.Checkpoint(left / "kept", every=2))
+    explanation = trainer.explain((frozen_cases.X[:4], frozen_cases.Y[:4]))
+    assert "boundaries" not in explanation.rewrites
+    assert explanation.compiler_options == {}
+
+
 def test_every_case_has_an_archive():
     assert {path.name.removesuffix(".tar.xz") for path in FIRST.iterdir()} == set(CASES)
     assert sum(path.stat().st_size for path in FIRST.iterdir()) < 2 << 20

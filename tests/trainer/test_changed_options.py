@@ -16,6 +16,7 @@ import pytest
 import tailrace as tr
 from killed_fits import Kill, Killed
 from oracles import assert_bits_equal
+from tailrace.trainer.showing.option_texts import option_texts
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -148,6 +149,15 @@ def has(what):
         assert what(trainer)
 
     return check
+
+
+PLAIN = {"rewrites": {"boundaries": False}}
+ONE_PART = {"compiler_options": {"xla_cpu_parallel_codegen_split_count": 1}}
+
+
+def said(trainer):
+    """How the programs of a trainer are built, as its checkpoints say it."""
+    return option_texts(trainer.engine)["build"]
 
 
 REFUSED, NOTED = "refused", "noted"
@@ -311,6 +321,10 @@ TRAINER = [
     ("sentinel", {}, {"sentinel": 1.0}, None, has(lambda t: t.engine.sentinel is not None)),
     ("on_nonfinite", {}, {"on_nonfinite": "skip"}, None, column("skipped")),
     ("log", {}, {"log": "grad_norm"}, None, column("grad_norm")),
+    ("rewrites", PLAIN, {}, None, has(lambda t: said(t) == "rewrites convolutions")),
+    ("rewrites", {}, PLAIN, (NOTED, "build: .*boundaries, .*build: rewrites conv"), same),
+    ("compiler_options", ONE_PART, {}, None, has(lambda t: said(t).endswith("split_count=1"))),
+    ("compiler_options", {}, ONE_PART, (NOTED, "build: .*split_count=1"), same),
 ]
 # name, the arguments of fit in the second start, as above; `run_dir` and `config` are below.
 FIT = [

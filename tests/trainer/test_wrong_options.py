@@ -76,6 +76,8 @@ CASES = {
             "eval_fn": ("a", 3, ODD),
             "log": (3, ODD, "a"),
             "config": (3, ODD, "a", {1: 2}),
+            "rewrites": (3, ODD, "boundaries", {"a": True}, {"boundaries": "off"}, {3: True}),
+            "compiler_options": (3, ODD, "a", {3: True}, {"xla_nothing": 1}, {"xla_dump_to": [1]}),
         },
     ),
     "fit": (

@@ -263,6 +263,7 @@ class Evaluator:
             runner, out = found
             runner.infeeds[0].adopt(infeed)
             runner.infeeds[0].patience = infeed.patience
+            runner.rebuild(self._build())  # a fit that was taken up may have changed it
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
         own = getattr(fn, "__self__", None) is self

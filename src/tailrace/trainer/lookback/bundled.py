@@ -9,7 +9,7 @@ import jax
 from tailrace.base.trees import Tree
 from tailrace.errors import CheckpointError
 from tailrace.taps.tap import Observe, parse_taps
-from tailrace.trainer.checkpoints.snapshot import put_state
+from tailrace.trainer.checkpoints.snapshot import BUILD, put_state
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.outcome import Replay
 from tailrace.trainer.lookback.rerun import twin_of
@@ -37,6 +37,7 @@ def replay_bundle(
         )
     # Before it is traced: a state of another model is refused by name.
     put_state(twin, arrays, note)
+    twin.build_as_recorded(note.get(BUILD))
     feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
     try:
         twin.step = int(note["step"])

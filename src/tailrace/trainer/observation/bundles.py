@@ -23,7 +23,7 @@ from tailrace.base.paths import check_path
 from tailrace.errors import CheckpointError, MissingDependency, NonFiniteError
 from tailrace.runs.info import versions
 from tailrace.trainer.checkpoints.orbax_files import checksum
-from tailrace.trainer.checkpoints.snapshot import Snapshot, state_arrays
+from tailrace.trainer.checkpoints.snapshot import BUILD, Snapshot, state_arrays
 from tailrace.trainer.engine import Engine
 
 NOTE, ARRAYS, ELEMENT = "bundle.json", "arrays.safetensors", "element/"
@@ -71,6 +71,7 @@ def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFini
         "dtypes": {name: str(array.dtype) for name, array in host.items()},
         "checksums": {name: checksum(array) for name, array in host.items()},
         "text": str(failure),
+        BUILD: engine.built,
         "versions": versions(),
     }
     # Last: over everything else in the note.
