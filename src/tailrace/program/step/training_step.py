@@ -44,11 +44,11 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import Optimizer, apply_rule
-from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
 
 if TYPE_CHECKING:
+    from tailrace.program.tracing.trace import Traced
     from tailrace.program.memory.activation_offload import HeldActivations
 
 ALONE = "params"
