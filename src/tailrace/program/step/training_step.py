@@ -48,8 +48,8 @@ from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
 
 if TYPE_CHECKING:
-    from tailrace.program.tracing.trace import Traced
     from tailrace.program.memory.activation_offload import HeldActivations
+    from tailrace.program.tracing.trace import Traced
 
 ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""
