@@ -119,3 +119,14 @@ def test_other_errors_of_the_device_pass(monkeypatch):
     monkeypatch.setattr(Executable, "compile", lambda self, *args: failing)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         trainer.fit([X[:2]], epochs=1)
+
+
+def test_a_step_of_the_user_s_own_is_offered_no_options_that_it_lacks(failing):
+    trainer = tr.Trainer.from_step(lambda w, x: (w + x.mean(), {"loss": x.mean()}), np.float32(0))
+    failing.append(1)
+    with pytest.raises(tr.errors.DeviceMemoryError) as caught:
+        trainer.fit(tr.batches(X, 2), steps=2)
+    text = str(caught.value)
+    assert "smaller batches; jax.checkpoint around layers" in text
+    assert "state 4 B" in text
+    assert not any(word in text for word in ("accumulation", "precision", "offload", "parameters"))

@@ -168,7 +168,14 @@ def test_numbers_of_python_begin_as_lax_scan_begins_them(dtype, tmp_path):
 def test_equinox_modules_keep_what_is_no_array():
     eqx = pytest.importorskip("equinox")
     opt = optax.adam(1e-2)
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    first, last = jax.random.split(jax.random.key(0))
+    layers = [
+        eqx.nn.Linear(2, 4, key=first),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Dropout(0.5, inference=True),  # a number and a bool that are no state
+        eqx.nn.Linear(4, 1, key=last),
+    ]
+    model = eqx.nn.Sequential(layers)
     trained, rest = eqx.partition(model, eqx.is_array)
 
     def step(state, x, y):
@@ -187,8 +194,9 @@ def test_equinox_modules_keep_what_is_no_array():
     trainer = trainer_of(Case(step, (model, opt.init(trained)), case.data))
     trainer.fit(case.data, steps=STEPS)
     now, _ = trainer.state
-    assert isinstance(now, eqx.nn.MLP)
-    assert now.activation is model.activation
+    assert isinstance(now, eqx.nn.Sequential)
+    assert now.layers[1].fn is jax.nn.relu
+    assert now.layers[2].inference is True
     assert_bits_equal(eqx.filter(trainer.state, eqx.is_array), state)
     assert_bits_equal(trainer.history.loss, np.asarray(metrics["loss"]))
     assert "state/0/layers/0/weight" in trainer.tensors().names

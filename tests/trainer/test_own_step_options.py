@@ -100,10 +100,29 @@ def log(folder):
     trainer = fitted(log={"learning_rate": optax.linear_schedule(1.0, 0.0, 8), "mfu": 1e12})
     assert trainer.history["learning_rate"].tolist() == np.linspace(1, 0, 9)[:8].tolist()
     assert "mfu" in trainer.history.names
+    history = rates_of_two_optimizers()
+    assert set(history["learning_rate/d"]) == {0.5}
+    assert set(history["learning_rate/g"]) == {0.25}
     with pytest.raises(OptionError, match="log='grad_norm'.*Return it as a metric"):
         trainer_of(log="grad_norm")
     with pytest.raises(OptionError, match="log='learning_rate' reads the rate"):
         trainer_of(log="learning_rate")
+
+
+def rates_of_two_optimizers():
+    opts = {n: optax.inject_hyperparams(optax.sgd)(rate) for n, rate in (("d", 0.5), ("g", 0.25))}
+    state = {name: (np.float32(0), opt.init(np.float32(0))) for name, opt in opts.items()}
+
+    def both(state, x):
+        after = {
+            name: (w + opts[name].update(x.mean() - w, opt)[0], opt)
+            for name, (w, opt) in state.items()
+        }
+        return after, {"loss": x.mean()}
+
+    trainer = tr.Trainer.from_step(both, state, log="learning_rate")
+    trainer.fit(DATA, epochs=1)
+    return trainer.history
 
 
 def config(folder):

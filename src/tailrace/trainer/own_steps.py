@@ -113,6 +113,16 @@ def check_evaluates(engine: Engine, eval_fn: object) -> None:
         )
 
 
+def check_has_loss(engine: Engine) -> None:
+    """Refuse to explain a step of a trainer that knows no loss of a row."""
+    if isinstance(engine.step_function, OwnStep):
+        raise OptionError(
+            "explain_step calls the loss function with one row at a time. Received: a step of your "
+            "own, which has none. Use trainer.replay with taps, or mark the losses of rows: "
+            "tr.mark(losses, 'loss/rows')."
+        )
+
+
 def _each(rule: object) -> str | Callable[[str], str]:
     """Which leaves of the state each replica has for itself, in the engine's words."""
     if callable(rule):

@@ -45,12 +45,12 @@ from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.step_sharding import StepSharding
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import Extra, Optimizer, apply_rule
-from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import AnyTap
 
 if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
+    from tailrace.program.tracing.trace import Traced
 
 ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""

@@ -134,7 +134,10 @@ def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
     keeping, memory = engine.memory.keeping, engine.memory
     several = engine.placement.replicas > 1
     options = {
-        _TEMPORARIES: [
+        # A step of the user's own has none of the options below.
+        _TEMPORARIES: ["smaller batches", "jax.checkpoint around layers"]
+        if "state" in parts
+        else [
             "smaller batches with more accumulation=",
             "" if memory.held_activations else "offload_activations=True",
             "jax.checkpoint around layers",

@@ -11,8 +11,7 @@ import numpy as np
 
 from tailrace.data.adapters import rows_read
 from tailrace.data.no_data import NO_DATA
-from tailrace.errors import DataError, OptionError
-from tailrace.program.step.own_step import OwnStep
+from tailrace.errors import DataError
 from tailrace.records.record import Record
 from tailrace.records.scores import robust_scores
 from tailrace.taps.catalogue import Entry
@@ -110,12 +109,6 @@ def explain_step(
     if dataset is NO_DATA:
         raise DataError(
             "A step is explained row by row, and a fit without data has no rows. Use trainer.replay."
-        )
-    if isinstance(engine.step_function, OwnStep):
-        raise OptionError(
-            "explain_step calls the loss function with one row at a time. Received: a step of your "
-            "own, which has none. Use trainer.replay with taps, or mark the losses of rows: "
-            "tr.mark(losses, 'loss/rows')."
         )
     start = nearest(checkpoint, step, fits, margin=BEFORE)
     recorded = known_of(start, step, recorded, engine)

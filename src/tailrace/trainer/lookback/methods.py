@@ -17,6 +17,7 @@ from tailrace.trainer.lookback.recorded import recorded_by
 from tailrace.trainer.lookback.replay import replay
 from tailrace.trainer.lookback.rewind import rewind
 from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.own_steps import check_has_loss
 
 
 class LookingBack:
@@ -124,6 +125,7 @@ class LookingBack:
             (8, 47)
         """
         self._check_alone()
+        check_has_loss(self.engine)
         recorded = recorded_by(self._journal)
         return explain_step(
             self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made
