@@ -86,6 +86,7 @@ class Engine:
         precision: the dtype of the loss function's computation.
         fingerprint: whether to compute fingerprints of executions.
         sentinel: the fraction of executions that run twice and are compared; None for none.
+        sends_arrays: whether results have the small arrays of aux.
         build: how its programs are rewritten and compiled.
     """
 
@@ -108,6 +109,7 @@ class Engine:
         precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,
         sentinel: float | None = None,
+        sends_arrays: bool = False,
         build: Build = DEFAULT,
     ) -> None:
         fingerprint = fingerprint or sentinel is not None
@@ -169,6 +171,7 @@ class Engine:
                 placement.replicas,
                 pipelined=pipelined,
             ),
+            sends_arrays,
         )
         scaling = self.step_function.loss_scale
         values = (params, first, model_state, scaling.init() if scaling is not None else None)

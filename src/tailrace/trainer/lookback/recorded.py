@@ -42,7 +42,8 @@ class Recorded:
     def add_history(self, history: History) -> Recorded:
         """Take in a history, as a fit or a checkpoint has it."""
         if len(history):
-            columns = {name: history.each(name) for name in history.step_names if name != "loss"}
+            names = [*history.step_names, *history.array_names]
+            columns = {name: history.each(name) for name in names if name != "loss"}
             columns = with_weights(columns, history.weights)
             self._add_steps(history.steps, history.each("loss"), columns)
         self._add(history.fingerprints)
