@@ -60,7 +60,7 @@ from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_m
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.held_state import begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
-from tailrace.trainer.optax_kinds import needs_of
+from tailrace.trainer.optax_kinds import needs_of, promoting
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 from tailrace.trainer.training_programs import TrainingPrograms
@@ -138,7 +138,9 @@ class Engine:
         params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
         # than one device.
-        first = FirstState(optimizer.init, params)
+        microbatches, replicated = self.accumulation.microbatches, placement.replicas
+        needs = needs_of(optimizer, params, microbatches, replicated, pipelined=pipelined)
+        first = FirstState(promoting(optimizer, params, needs), params)
         # Before the step: where state is held decides how the step reads and writes it.
         self.memory = plan_memory(
             first.forms,
@@ -164,13 +166,7 @@ class Engine:
             keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
-            needs_of(
-                optimizer,
-                params,
-                self.accumulation.microbatches,
-                placement.replicas,
-                pipelined=pipelined,
-            ),
+            needs,
             sends_arrays,
         )
         scaling = self.step_function.loss_scale
