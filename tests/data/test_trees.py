@@ -75,8 +75,13 @@ def test_leaves_of_jax_and_python():
 def test_the_path_is_in_the_sentence():
     with pytest.raises(DataError, match=r"leaf \['a'\]\[1\] holds strings"):
         to_numpy_tree({"a": (1, "text")})
+
+    class Unreadable:
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("no numbers here")
+
     with pytest.raises(DataError, match=r"leaf \['k'\] is a .*, which numpy cannot read"):
-        to_numpy_tree({"k": jax.random.key(0)})
+        to_numpy_tree({"k": Unreadable()})
     with pytest.raises(DataError, match=r"leaf \[0\] holds dates"):
         to_numpy("[0]", np.datetime64("2024-01-01"))
     with pytest.raises(DataError, match=r"leaf \[0\] has the other one \(dtype >f4\). Convert it"):

@@ -284,3 +284,24 @@ def test_what_is_refused():
     other = optax.GradientTransformationExtraArgs(lambda params: (), update)
     with pytest.raises(OptionError, match="required keyword-only argument: 'temperature'"):
         tr.Trainer(mlp_loss, other, mlp())
+
+
+@pytest.mark.parametrize("start", [0, 0.0, jnp.int32(0)])
+def test_numbers_in_a_state_are_promoted_as_in_a_scan(start):
+    """An int of Python's that is counted in halves stayed 0; one that has a dtype keeps it."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g * (1 + state), grads), state + jnp.float32(0.5)
+
+    optimizer = optax.GradientTransformation(lambda params: start, update)
+    trainer = tr.Trainer(mlp_loss, optimizer, mlp())
+    trainer.fit(ELEMENTS, steps=4, progress=False)
+    has_dtype = hasattr(start, "dtype")
+    assert float(trainer.state.optimizer_state) == (0 if has_dtype else 2)
+    if not has_dtype:
+        plain = jnp.float32(start)
+        params, state, _ = scanned(optimizer._replace(init=lambda params: plain), ())
+        other = tr.Trainer(mlp_loss, optimizer, mlp())
+        other.fit(ELEMENTS, steps=6, progress=False)
+        assert_bits_equal(other.params, params)
+        assert_bits_equal(other.state.optimizer_state, state)

@@ -10,6 +10,7 @@ Out: a `Dataset`: a stream of elements, each a tree of NumPy arrays, with a posi
     foreign                  tf.data, grain and PyTorch, recognised without importing them
     resumable                iterators with get_state and set_state
     no_data                  elements without data, for fits that need none
+    typed_keys               random keys as numbers, on their way to the device
     form_runs                a dataset as runs of elements of equal shapes
     digits                   real handwritten digits without a download
     leaves, dtypes           conversion of leaves, and allowed dtypes

@@ -20,6 +20,7 @@ from tailrace.base.trees import (
     map_with_paths,
 )
 from tailrace.data.leaves import to_numpy
+from tailrace.data.typed_keys import numbers_of_keys
 from tailrace.errors import DataError
 
 SHOWN = 4
@@ -63,7 +64,7 @@ class BatchRecipe(ABC):
         for name in ("shuffle", "repeat", "drop_remainder"):
             if getattr(self, name) is not None or name != "drop_remainder":
                 set_field(self, name, check_flag(name, getattr(self, name)))
-        arrays = map_with_paths(_as_array, self.arrays)
+        arrays = map_with_paths(_as_array, numbers_of_keys(self.arrays))
         num_rows = _common_leading_size(leaves_with_paths(arrays))
         left_out = tuple(sorted({int(row) for row in self.left_out}))
         # They are sorted, so the first and the last decide for all.

@@ -9,6 +9,7 @@ import numpy as np
 
 from tailrace.base.trees import Tree, leaf_called, map_leaves, map_with_paths
 from tailrace.data.dtypes import check_numeric
+from tailrace.data.typed_keys import numbers_of_keys
 from tailrace.errors import DataError
 
 _PLAIN = frozenset("biufc")
@@ -47,7 +48,7 @@ def to_numpy_tree(tree: Tree) -> Tree:
     """
     if type(tree) is tuple and all(type(x) is np.ndarray and x.dtype.kind in _PLAIN for x in tree):
         return tree  # the common case: the traversal below would take longer than a small step
-    tree = join_numbers(tree)
+    tree = numbers_of_keys(join_numbers(tree))
     try:
         return map_leaves(_to_numpy_without_path, tree)
     except DataError:

@@ -18,6 +18,7 @@ from tailrace.base.messages import counted, note_once
 from tailrace.base.trees import Tree, describe, leaf_called
 from tailrace.data.dtypes import check_numeric
 from tailrace.data.no_data import NoElement
+from tailrace.data.typed_keys import generator_of_node
 from tailrace.errors import DataError, ElementError, ProgramError, TailraceError
 
 # Here, because nothing in `data` imports JAX.
@@ -95,9 +96,16 @@ class ElementSpec:
         return self.element(self.leaves)
 
     def element(self, leaves: Sequence[Any]) -> Tree:
-        """The element that functions get, from its leaves; without data it has none for them."""
+        """The element that functions get, from its leaves: with keys, or without anything."""
         element = jax.tree.unflatten(self.structure, leaves)
-        return NoElement() if isinstance(element, NoElement) else element
+        if isinstance(element, NoElement):
+            return NoElement()
+        return jax.tree.map(_keys_again, element, is_leaf=_is_of_keys)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the arrays that functions get."""
+        return tuple(leaf.shape for leaf in jax.tree.leaves(self.tree()))
 
     def conform(self, element: Tree, number: int) -> list[Any]:
         """The leaves of element `number`, checked against the spec; raises an ElementError."""
@@ -127,6 +135,19 @@ class ElementSpec:
             f"All elements of a dataset have the structure of the first one, {self.structure}. "
             f"Received: element {number} with {structure}. Yield one structure throughout."
         )
+
+
+def _is_of_keys(node: object) -> bool:
+    return generator_of_node(node) is not None
+
+
+def _keys_again(node: Any) -> Any:
+    generator = generator_of_node(node)
+    if generator is None:
+        return node
+    wrap = functools.partial(jax.random.wrap_key_data, impl=generator)
+    known_by_form = isinstance(node.numbers, jax.ShapeDtypeStruct)
+    return jax.eval_shape(wrap, node.numbers) if known_by_form else wrap(node.numbers)
 
 
 def _remedy(expected: tuple[int, ...], found: tuple[int, ...]) -> str:
@@ -263,5 +284,5 @@ def _describe(element: Tree) -> str:
 
 def effective_batch_size(spec: ElementSpec, elements: int) -> int | None:
     """Examples in a step of `elements` elements; None if the leaves have no common leading dim."""
-    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    sizes = {shape[0] for shape in spec.shapes if shape}
     return min(sizes) * elements if len(sizes) == 1 else None

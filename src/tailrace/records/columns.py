@@ -129,6 +129,11 @@ class Column:
             # One assignment: another thread may be reading.
             self._pieces = [*there, stored]
 
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The shape of the values of one step."""
+        return self._pieces[0].shape[1:]
+
     def values(self) -> np.ndarray:
         """All of them, as one array."""
         pieces = self._pieces

@@ -44,7 +44,9 @@ class History:
 
     `history.loss` and `history["accuracy"]` have one value per step: the mean over its microbatches
     and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas]. Values of
-    validations, `history["val_loss"]`, have one value per entry of `history.validated`.
+    validations, `history["val_loss"]`, have one value per entry of `history.validated`. Arrays of
+    `aux` have one array per step, `history["per_class"]` is [steps, ...]; `array_names` has their
+    names.
 
     Example:
         >>> import numpy as np
@@ -58,6 +60,7 @@ class History:
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
         self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
         self._columns: dict[str, Column] = {}
+        self._arrays: dict[str, Column] = {}
         self._weights: Column | None = None
         self._steps: np.ndarray | None = None
         self._validations: dict[str, list[float]] = {}
@@ -115,6 +118,7 @@ class History:
         values: dict[str, np.ndarray],
         weights: np.ndarray | None = None,
         steps: np.ndarray | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Append the values of one execution, each [steps, microbatches, replicas].
 
@@ -122,8 +126,10 @@ class History:
             values: by name.
             weights: their weights in a mean.
             steps: the indices of the steps, if they are not consecutive.
+            arrays: arrays by name, each [steps, microbatches, replicas, ...].
         """
         before = len(self)
+        self._add_arrays(arrays or {}, before, len(values["loss"]))
         for name, value in values.items():
             self._column(name, before, value).append(value, self._file)
         for name in self._columns.keys() - values.keys():
@@ -139,6 +145,19 @@ class History:
         # Only a history read from a run directory has gaps; there all steps come at once.
         self._steps = steps if steps is not None else self._steps
 
+    def _add_arrays(self, arrays: Mapping[str, np.ndarray], before: int, steps: int) -> None:
+        for name, value in arrays.items():
+            column = self._arrays.get(name)
+            # A resumed script may return another shape: a column has one.
+            if column is None or column.form != value.shape[1:]:
+                column = self._arrays[name] = Column()
+                if before:
+                    column.append(_missing(value[:1], before), self._file)
+            column.append(value, self._file)
+        for name in self._arrays.keys() - arrays.keys():
+            column = self._arrays[name]
+            column.append(np.full((steps, *column.form), np.nan, np.float32), self._file)
+
     def _column(self, name: str, before: int, value: np.ndarray) -> Column:
         """The column of a value; of one that earlier steps did not have, NaN for these."""
         if name not in self._columns:
@@ -148,11 +167,13 @@ class History:
         return self._columns[name]
 
     def each(self, name: str) -> np.ndarray:
-        """The values of every microbatch and replica: [steps, microbatches, replicas].
+        """The values of every microbatch and replica: [steps, microbatches, replicas, ...].
 
         Raises:
             SelectionError: there is no value of that name.
         """
+        if name in self._arrays and name not in self._columns:
+            return self._arrays[name].values()
         if name not in self._columns:
             if name in self._validations:
                 raise SelectionError(f"{name!r} has one value per validation: history[{name!r}].")
@@ -160,7 +181,8 @@ class History:
             if name == "loss" and not self._columns:
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
             raise SelectionError(
-                f"No metric is called {name!r}. There are: {', '.join(map(shown, self.names))}."
+                f"No metric is called {name!r}. There are: "
+                f"{', '.join(map(shown, [*self.names, *self._arrays]))}."
             )
         return self._columns[name].values()
 
@@ -195,6 +217,11 @@ class History:
         return list(self._columns)
 
     @property
+    def array_names(self) -> list[str]:
+        """The names of the metrics that have an array per step; `names` has the others."""
+        return list(self._arrays)
+
+    @property
     def steps(self) -> np.ndarray:
         """The index of each step."""
         if self._steps is not None:
@@ -214,6 +241,7 @@ class History:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The history as arrays by name, for a file."""
         arrays = {f"each/{name}": self.each(name) for name in self._columns}
+        arrays |= {f"arrays/{name}": column.values() for name, column in self._arrays.items()}
         if self._weights is not None:
             arrays["weights"] = self._weights.values()
         validations = {name: np.array(v) for name, v in self._validations.items()}
@@ -242,6 +270,9 @@ class History:
                 # microbatch.
                 shaped = array.reshape(len(array), microbatches, replicas)
                 history._columns.setdefault(rest, Column()).append(shaped)
+            elif kind == "arrays":
+                shaped = array.reshape(len(array), microbatches, replicas, *array.shape[3:])
+                history._arrays.setdefault(rest, Column()).append(shaped)
             elif name == "weights":
                 history._weights = Column()
                 history._weights.append(array.reshape(len(array), microbatches, replicas))
@@ -301,8 +332,8 @@ def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
     for bit.
 
     Args:
-        values: [steps, microbatches, replicas].
-        weights: their weights; None for equal ones.
+        values: [steps, microbatches, replicas, ...].
+        weights: their weights, [steps, microbatches, replicas]; None for equal ones.
 
     >>> step_means(np.float32([[[1.0], [2.0]], [[3.0], [5.0]]])).tolist()
     [1.5, 4.0]
@@ -313,7 +344,9 @@ def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
     # In one layout: NumPy adds in the order of memory, and an emission of replicas has another one.
     wide = values.astype(np.float64, order="C")
     if weights is not None:
-        weights = np.ascontiguousarray(weights)
+        weights = np.ascontiguousarray(weights).reshape(
+            weights.shape + (1,) * (wide.ndim - weights.ndim)
+        )
         # Of weights that are all 0 there is no mean: the fit reports them.
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
@@ -322,10 +355,20 @@ def step_means(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndar
     return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)
 
 
-def split_emission(value: object, microbatches: int, replicas: int) -> np.ndarray:
-    """An emitted scalar as [steps, microbatches, replicas]."""
+def split_emission(
+    value: object, microbatches: int, replicas: int, leading: int | None = None
+) -> np.ndarray:
+    """An emitted value as [steps, microbatches, replicas, ...].
+
+    Args:
+        value: the emission.
+        microbatches: the number of microbatches per step.
+        replicas: the number of replicas.
+        leading: the number of dims before those of one value; None for a scalar, which has no others.
+    """
     array = np.asarray(value)
+    leading = array.ndim if leading is None else leading
     if replicas > 1:
         # The device emits replicas first; a step numbers its elements by microbatch, then by replica.
-        array = np.moveaxis(array, 0, -1)
-    return array.reshape(-1, microbatches, replicas)
+        array = np.moveaxis(array, 0, leading - 1)
+    return array.reshape(-1, microbatches, replicas, *array.shape[leading:])

@@ -87,6 +87,10 @@ class Collector:
             )
         values = _scalars(sent)
         arrays = {name: self._split(v, replicas)[: ticket.steps] for name, v in values.items()}
+        vectors = {
+            name: split_emission(v, self.microbatches, replicas, np.ndim(sent["loss"]))
+            for name, v in sent.get("arrays", {}).items()
+        }
         weights = sent["weight"]
         if weights is not None:
             # Sums of weights may count rows, and float32 is exact for counts up to 2**24 only.
@@ -119,6 +123,7 @@ class Collector:
             parts,
             arrays,
             weights,
+            {name: vector[: ticket.steps] for name, vector in vectors.items()},
             failure=failure,
             fingerprint=marks,
             elements=elements,

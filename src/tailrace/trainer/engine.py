@@ -63,7 +63,7 @@ from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_m
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.held_state import begin_own_state, begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
-from tailrace.trainer.optax_kinds import needs_of
+from tailrace.trainer.optax_kinds import needs_of, promoting
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 from tailrace.trainer.training_programs import TrainingPrograms
@@ -89,6 +89,7 @@ class Engine:
         precision: the dtype of the loss function's computation.
         fingerprint: whether to compute fingerprints of executions.
         sentinel: the fraction of executions that run twice and are compared; None for none.
+        sends_arrays: whether results have the small arrays of aux.
         build: how its programs are rewritten and compiled.
         sharding: how the model is sharded over a mesh; None for one that is not.
         device: the device of a model that is not sharded; None for the first.
@@ -113,6 +114,7 @@ class Engine:
         precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,
         sentinel: float | None = None,
+        sends_arrays: bool = False,
         build: Build = DEFAULT,
         sharding: ModelSharding | None = None,
         device: Device | None = None,
@@ -149,7 +151,9 @@ class Engine:
             params, model_state = jax.tree.map(jax.device_put, (params, model_state), shardings)
         # Shapes now, values later, leaf by leaf: state that the plan shards or offloads may be larger
         # than one device.
-        first = FirstState(optimizer.init, params, sharding)
+        microbatches, replicated = self.accumulation.microbatches, placement.replicas
+        needs = needs_of(optimizer, params, microbatches, replicated, pipelined=pipelined)
+        first = FirstState(promoting(optimizer, params, needs), params, sharding)
         # Before the step: where state is held decides how the step reads and writes it.
         self.memory = plan_memory(
             first.forms,
@@ -175,13 +179,8 @@ class Engine:
             keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
-            needs_of(
-                optimizer,
-                params,
-                self.accumulation.microbatches,
-                placement.replicas,
-                pipelined=pipelined,
-            ),
+            needs,
+            sends_arrays,
             sharding and StepSharding.of(sharding, params, first.forms, model_state),
         )
         scaling = self.step_function.loss_scale

@@ -54,6 +54,7 @@ class Results:
         parts: the emissions of its taps.
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
         weights: the weights of a mean over microbatches and replicas; None for equal ones.
+        arrays: arrays of aux by name, each [steps, microbatches, replicas, ...].
         failure: why the training ends with it: a guard stopped it, or an outfeed is full.
         fingerprint: 8 bytes per group of tensors; empty if not requested.
         elements: the digest of each element, [steps, microbatches, replicas].
@@ -65,6 +66,7 @@ class Results:
     parts: Sequence[Part]
     scalars: dict[str, np.ndarray]
     weights: np.ndarray | None = None
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     failure: TailraceError | None = None
     fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
     elements: np.ndarray | None = None

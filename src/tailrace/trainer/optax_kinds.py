@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
@@ -98,6 +99,40 @@ def needs_of(
         f"grad=, value_fn=, grad_fn= or obj_fn=. Received: an optimizer whose update says "
         f"{str(first)!r}. Write the step, and train it with tr.Trainer.from_step."
     ) from first
+
+
+def promoting(optimizer: Any, params: Tree, needs: Sequence[str]) -> Callable[[Tree], Tree]:
+    """The optimizer's `init`, with Python's numbers in the dtypes that an update gives them.
+
+    A state that starts with 0 and counts in halves is a float, as in a `lax.scan` that carries it.
+    """
+    init: Callable[[Tree], Tree] = optimizer.init
+    before, structure = jax.tree.flatten(jax.eval_shape(init, params))
+    if not callable(getattr(optimizer, "update", None)) or not any(x.weak_type for x in before):
+        return init
+
+    def update(state: Tree) -> Tree:
+        return optimizer.update(params, state, params, **example_extra(needs, params))[1]
+
+    try:
+        after, form = jax.tree.flatten(jax.eval_shape(update, jax.eval_shape(init, params)))
+    except Exception:  # the step, in which it may be fine, says so
+        return init
+    wanted = [
+        new.dtype if old.weak_type and not new.weak_type else None
+        for old, new in zip(before, after, strict=False)
+    ]
+    if form != structure or not any(wanted):
+        return init
+
+    def promoted(params: Tree) -> Tree:
+        leaves = [
+            leaf if dtype is None else jnp.asarray(leaf, dtype)
+            for leaf, dtype in zip(jax.tree.leaves(init(params)), wanted, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    return promoted
 
 
 def _problem(optimizer: Any, params: Tree, state: Tree, names: Sequence[str]) -> Exception | None:

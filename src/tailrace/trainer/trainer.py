@@ -77,8 +77,8 @@ class Trainer(Measuring, LookingBack):
 
     Args:
         loss_fn: `loss_fn(params, *batch)` returns the loss or `(loss, aux)`; with `model_state`,
-            `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
-            `aux` become part of the history.
+            `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars and small
+            arrays in `aux` become part of the history.
         optimizer: an optax transformation.
         params: the initial parameters, a tree of float arrays. They are copied. Or a module: an
             `nnx.Module`, an Equinox module, or the variables of a Linen module; `loss_fn` and every
@@ -236,6 +236,7 @@ class Trainer(Measuring, LookingBack):
                 precision=precision,
                 fingerprint=check_fingerprint(fingerprint),
                 sentinel=sentinel,
+                sends_arrays=True,
                 build=Build.of(rewrites, compiler_options),
                 sharding=place.sharding,
                 device=place.device,

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.base.array_like import TensorLike
+from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
@@ -93,6 +94,7 @@ class Step(ABC):
         loss_scale: the rule of loss scaling; the state then has a scale.
         precision: the dtype of the loss function's computation; None for those of its inputs.
         needs: the extra arguments that the optimizer needs, by optax' names; see `Extra`.
+        sends_arrays: whether small arrays of aux leave with the scalars.
         sharding: where the values of a sharded model are; None for a model that is not.
     """
 
@@ -108,6 +110,7 @@ class Step(ABC):
     loss_scale: LossScale | None = None
     precision: Precision | None = None
     needs: Sequence[str] = ()
+    sends_arrays: bool = False
     sharding: StepSharding | None = None
 
     @property
@@ -319,7 +322,10 @@ class Step(ABC):
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
         # A fixed scale is known from the options.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
-        self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
+        sent = {"loss": out.loss, "aux": scalars, "weight": out.weight}
+        if self.sends_arrays and (arrays := _arrays(out.aux)):
+            sent["arrays"] = arrays
+        self.scalars.enqueue(sent)
 
 
 def share_of(weight: jax.Array, total: TensorLike) -> jax.Array:
@@ -336,6 +342,32 @@ def _scalars(aux: Tree, own: set[str]) -> dict[str, Any]:
         for name, (_, value) in zip(names, found, strict=True)
         if jnp.ndim(value) == 0
     }
+
+
+MOST_VALUES = 1024
+"""The most values of an array of aux that a history has of each microbatch."""
+
+
+def _arrays(aux: Tree) -> dict[str, Any]:
+    """The arrays of `aux` by name that are small enough for a history."""
+    found = jax.tree_util.tree_flatten_with_path(aux)[0]
+    named = {path_name(path) or "aux": value for path, value in found if jnp.ndim(value)}
+    # As scalars are: the history has these of its own.
+    own = {name: f"aux/{name}" for name in ("loss", scaling.NAME)}
+    arrays = {own.get(name, name): value for name, value in named.items()}
+    numeric = {
+        name: value
+        for name, value in arrays.items()
+        if not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    }
+    kept = {name: value for name, value in numeric.items() if 0 < value.size <= MOST_VALUES}
+    if left := [name for name in arrays if name not in kept]:
+        note_once(
+            f"A history has arrays of aux of up to {MOST_VALUES:,} numbers for each microbatch. Left "
+            f"out: {', '.join(map(repr, left))}. Reduce them in the loss function, or observe them: "
+            f"observe=[tr.Tap('aux/{left[0]}', reduce='tensor')]."
+        )
+    return kept
 
 
 def _check_structure(before: Tree, after: Tree, name: str) -> None:

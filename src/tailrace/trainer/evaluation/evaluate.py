@@ -97,7 +97,7 @@ class Evaluator:
         parts, sizes = [], []
         for tree, spec in self._run(dataset, fn, read, None, timeout_s):
             parts.append(tree)
-            sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
+            sizes.append({shape[0] for shape in spec.shapes if shape})
 
         def join(*blocks: np.ndarray) -> np.ndarray:
             # [elements, rows, ...]: rows of batches are joined; what has no rows is stacked by
@@ -304,7 +304,7 @@ def _place_of(index: tuple[int, ...]) -> str:
 
 def rows_of(spec: ElementSpec) -> int:
     """The number of rows of an element; 1 if its arrays have different leading sizes."""
-    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    sizes = {shape[0] for shape in spec.shapes if shape}
     return sizes.pop() if len(sizes) == 1 else 1
 
 

@@ -63,7 +63,11 @@ class Comparison:
             if was is None:
                 continue
             self._steps.add(first + row)
-            self._compare_step(first + row, was, found, _others(results, row), tapped)
+            others = _others(results, row)
+            # A run directory has no arrays.
+            known = self._recorded.scalars(first + row)
+            others |= {n: array[row] for n, array in results.arrays.items() if n in known}
+            self._compare_step(first + row, was, found, others, tapped)
         self._losses.append(losses)
         if results.elements is not None:
             self._elements.append(results.elements)

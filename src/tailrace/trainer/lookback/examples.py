@@ -148,11 +148,11 @@ def input_norm(row: Tree) -> float:
 
 def examples_of(elements: Sequence[np.ndarray], spec: ElementSpec) -> tuple[list[Any], np.ndarray]:
     """The rows of elements as elements of one row, and where each was: element, position."""
-    sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in spec.leaves}
+    sizes = {shape[0] if shape else 0 for shape in spec.shapes}
     if len(sizes) != 1 or not min(sizes):
         raise DataError(
             f"A step is explained row by row, so all arrays of an element have one leading size. "
-            f"Received: {[leaf.shape for leaf in spec.leaves]}. Put what has no rows into the loss "
+            f"Received: {list(spec.shapes)}. Put what has no rows into the loss "
             f"function, or use trainer.replay."
         )
     (size,) = sizes

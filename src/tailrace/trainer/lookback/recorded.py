@@ -45,7 +45,8 @@ class Recorded:
         """Take in a history, as a fit or a checkpoint has it."""
         if len(history):
             self.leading = lead = history.leading
-            columns = {name: history.each(name) for name in history.step_names if name != lead}
+            names = [*history.step_names, *history.array_names]
+            columns = {name: history.each(name) for name in names if name != lead}
             columns = with_weights(columns, history.weights)
             self._add_steps(history.steps, history.each(lead), columns)
         self._add(history.fingerprints)

@@ -166,7 +166,12 @@ class Journal:
         """Add an execution that has just ended; returns it with the logged values."""
         if self._logged is not None:
             results = self._logged.complete(results)
-        self.history.add(results.scalars, results.weights)
+        self.history.add(results.scalars, results.weights, arrays=results.arrays)
+        if results.arrays and self.sink is not None:
+            note_once(
+                f"A run directory has scalars by step. The arrays of aux, "
+                f"{', '.join(map(repr, results.arrays))}, are in trainer.history and in checkpoints."
+            )
         if not results.steps:  # its first step was a bad one: nothing happened
             return results
         for part in results.parts:
