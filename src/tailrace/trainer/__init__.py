@@ -5,6 +5,7 @@
     fitting (epochs, validation, signals) ─┴─▶ callbacks, checkpoints
 
     training_programs, held_state, collector   the parts of the engine
+    model_place    the options that say where a model is: mesh=, shard=, device=
     costs          memory and time: planned, explained, measured
     observation    the journal, and what is written of a run
     lookback       steps that ran, run again

@@ -7,6 +7,7 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
     plain_step        microbatches of a model that is differentiated as a whole
     accumulation      how the gradients of microbatches become one
     update_rule       the update, by optax or by an optimizer of another library
+    step_sharding     where the values of a sharded model are
     loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
 
 Rules: pure functions of arrays; placement is decided elsewhere. There are two kinds of `Step`:

@@ -7,19 +7,24 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from tailrace.base.messages import counted, listed, size_text
 from tailrace.base.trees import Tree
+from tailrace.devices.shard_rules import axes_text, mesh_text
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import report as pipeline_report
-from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
+from tailrace.trainer.costs.explanation import Explanation, explain, flops_of, tree_bytes
 from tailrace.trainer.engine import Engine
 
 
 def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     """The cost of training on elements like `example`, with `length` steps per execution."""
     feed = engine.use([example])
-    state, count = engine.state, engine.accumulation.microbatches
+    sharding, count = engine.placement.sharding, engine.accumulation.microbatches
+    # Of a sharded model the forms say what one device holds.
+    state = engine.state if sharding is None else engine.form
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
     explanation = explain(
         engine.runner,
@@ -31,7 +36,7 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
             "model state": state.model_state,
         },
         keeping=engine.memory.keeping,
-        decisions=engine.memory.all_decisions,
+        decisions=(*engine.memory.all_decisions, *sharding_decisions(engine)),
         effective_batch_size=batch,
         microbatches=count,
         flops_of_update=flops_of_update(engine),
@@ -46,6 +51,24 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     return explanation
 
 
+def sharding_decisions(engine: Engine) -> tuple[str, ...]:
+    """Which parameters are sharded over the mesh, and which are not."""
+    sharding = engine.placement.sharding
+    if sharding is None:
+        return ()
+    leaves = jax.tree_util.tree_flatten_with_path(engine.form.params)[0]
+    whole = [(path, form) for path, form in leaves if form.sharding.is_fully_replicated]
+    own = len(leaves) - len(whole)
+    said = f"{own} of {counted(len(leaves), 'parameter')} sharded over {mesh_text(sharding.given)}"
+    batches = axes_text(sharding.mesh, sharding.batch_axes) if sharding.batch_axes else ""
+    said += f", batches over {batches}" if batches else ", batches on every device"
+    if not whole:
+        return (said,)
+    names = [path_name(path) or "params" for path, _ in whole]
+    size = size_text(tree_bytes([form for _, form in whole]))
+    return (said, f"on every device whole: {listed(names, 8)} ({size})")
+
+
 def flops_of_update(engine: Engine) -> float:
     """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
@@ -56,6 +79,7 @@ def flops_of_update(engine: Engine) -> float:
     # As the step calls it, or lowering fails.
     extra = {"value": jnp.float32(0)} if engine.step_function.gives_loss else {}
     try:
-        return flops_of(update.lower(state.params, held, state.params, **extra))
+        with engine.placement.within():
+            return flops_of(update.lower(state.params, held, state.params, **extra))
     except TailraceError:  # it means something inside a program only: small beside the rest
         return 0.0
