@@ -308,7 +308,10 @@ def test_explain_says_what_a_device_holds_and_what_is_whole():
 def test_a_run_directory_is_written(tmp_path):
     sharded = trainer(run_dir=tmp_path / "run")
     losses = fit(sharded).loss
-    assert_bits_equal(tr.open_run(tmp_path / "run").history.loss, losses)
+    run = tr.open_run(tmp_path / "run")
+    assert_bits_equal(run.history.loss, losses)
+    assert run.info["options"]["mesh"] == {"data": 2, "model": 4}
+    assert len(run.info["devices"]) == 8
 
 
 def test_with_the_mesh_of_jax_around_it(tmp_path):
@@ -320,4 +323,5 @@ def test_with_the_mesh_of_jax_around_it(tmp_path):
         one.restore(tmp_path / "saved")
         one.evaluate(data())
         assert one.replay(7, data(), observe=["grad/*"], checkpoint=tmp_path).proved is True
+        assert "a mesh of 'data' (8)" in repr(one)
         assert jax.numpy.square(one.params["in"]["b"]).sharding.mesh.shape == {"data": 8}

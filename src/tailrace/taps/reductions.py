@@ -484,8 +484,11 @@ def _lengths(size: int, width: int) -> np.ndarray:
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
 
 
-class StatsKey(tuple[tuple[Hashable, int, int], ...]):
-    """The key of packed statistics: (key, size, rows) of each tensor in the pack."""
+class StatsKey(tuple[tuple[Any, ...], ...]):
+    """The key of packed statistics: (key, size) of each tensor in the pack.
+
+    Of a sharded tensor (key, size, rows): it is not cut into rows of one width.
+    """
 
     __slots__ = ()
 
@@ -493,7 +496,8 @@ class StatsKey(tuple[tuple[Hashable, int, int], ...]):
         """Each tensor in the pack: key, size, rows."""
         found: list[tuple[Hashable, int, slice]] = []
         start = 0
-        for key, size, rows in self:
+        for key, size, *other in self:
+            rows = other[0] if other else len(row_lengths(size))
             found.append((key, size, slice(start, start + rows)))
             start += rows
         return found

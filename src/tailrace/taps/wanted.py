@@ -24,7 +24,6 @@ from tailrace.taps.reductions import (
     histogram,
     histograms,
     pack_statistics,
-    row_lengths,
 )
 from tailrace.taps.whole_reductions import (
     whole_all_finite,
@@ -173,9 +172,9 @@ def _packed(pack: Callable[[list[jax.Array]], jax.Array], value: jax.Array) -> j
     return pack([value])
 
 
-def _sizes(size: int, sharded: bool) -> tuple[int, int]:
-    """The size of a tensor, and the number of rows of its statistics."""
-    return size, min(size, 1) if sharded else len(row_lengths(size))
+def _sizes(size: int, sharded: bool) -> tuple[int, ...]:
+    """The size of a tensor; of a sharded one, also the number of rows of its statistics."""
+    return (size, min(size, 1)) if sharded else (size,)
 
 
 def fine(flag: Emission) -> jax.Array:
