@@ -217,6 +217,35 @@ def test_scalars_of_an_element_are_on_every_device():
     assert_close(found[0].loss, found[1].loss)
 
 
+def test_arrays_of_the_dataset_may_be_resident():
+    model = mlp()
+    sharded = trainer(model, mesh=mesh_of((8,), ("data",)))
+    engine = sharded.engine
+    losses = []
+    with tr.InfeedQueue(tr.batches(model.data, 16), resident=True) as queue:
+        engine.use(queue)
+        for _ in range(2):
+            ticket = engine.dispatch(STEPS // 2)
+            (taken,) = [x for x in jax.live_arrays() if x.shape == (STEPS // 2, 16, 16)][:1]
+            assert taken.sharding.shard_shape(taken.shape) == (STEPS // 2, 2, 16)
+            losses.append(engine.collect(ticket).losses.reshape(-1))
+    assert_bits_equal(np.concatenate(losses), by_hand("mlp", "data")[0])
+
+
+def test_random_keys_are_those_of_one_device():
+    model = mlp()
+
+    def loss(params, x, y):
+        return model.loss(params, x * jax.random.bernoulli(tr.key(), 0.5, x.shape), y)
+
+    mesh, shard = layout(model, "data x model")
+    found = [
+        fit(tr.Trainer(loss, OPTIMIZER, model.params, seed=5, **where), model)
+        for where in ({}, {"mesh": mesh, "shard": shard})
+    ]
+    assert_close(*found)
+
+
 def test_microbatches_accumulate():
     model = mlp()
     mesh, shard = layout(model, "fsdp")
@@ -225,6 +254,30 @@ def test_microbatches_accumulate():
         for options in ({}, {"mesh": mesh, "shard": shard})
     ]
     assert_close(found[1], found[0])
+
+
+def test_accumulation_does_not_keep_the_whole_model():
+    def loss(params, x):
+        for w in params:
+            x = jax.numpy.tanh(x @ w)
+        return (x**2).mean()
+
+    params = [np.full((128, 128), 0.01, np.float32)] * 4
+    needed = []
+    for count in (1, 4):
+        sharded = tr.Trainer(
+            loss,
+            optax.sgd(0.1),
+            params,
+            mesh=mesh_of((8,), ("fsdp",)),
+            shard="fsdp",
+            accumulation=count,
+        )
+        sharded.fit([np.ones((16, 128), np.float32)] * count, progress=False)
+        compiled = compiled_of(sharded)
+        needed.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert collectives(compiled)["all-gather"] == 4
+    assert needed[1] <= 1.1 * needed[0]
 
 
 # -- inside the loss ----------------------------------------------------------------------------

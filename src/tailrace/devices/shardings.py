@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace.base.messages import listed
@@ -253,12 +254,12 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def bytes_on_device(tree: Tree) -> int:
-    """The bytes that one device holds of a tree of arrays."""
-    return sum(
-        math.prod(leaf.sharding.shardshape_of(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context without the mesh of `jax.set_mesh`, for work on arrays of one device."""
+    mesh: Any = jax.sharding.get_mesh()
+    if mesh.empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 # -- which mesh ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.data.dtypes import narrowed
 from tailrace.devices import devices
+from tailrace.devices.shardings import BatchSharding, without_mesh
 from tailrace.errors import DataError
 from tailrace.feeds.blocks import Blocks, batch_spec
 from tailrace.feeds.elements import ElementSpec
@@ -72,7 +73,7 @@ class IndexBlocks(Blocks):
         return [np.concatenate([block[0] for block in blocks])]
 
     def to_device(
-        self, block: Block, sharding: jax.sharding.Sharding, room: int
+        self, block: Block, sharding: jax.sharding.Sharding | BatchSharding, room: int
     ) -> tuple[Any, ...]:
         """The elements at a block of indices, padded to `room` rows."""
         (indices,) = block
@@ -83,16 +84,19 @@ class IndexBlocks(Blocks):
             # Kept for the life of the reader: programs with other shardings (evaluation) have their
             # own copy.
             self._on_device[sharding] = self._copied(sharding)
-        return _gather(sharding)(self._on_device[sharding], jax.device_put(indices, sharding))
+        # Of a sharded model each device takes its own rows, as it has the indices of these alone.
+        where = sharding.of(indices.shape) if isinstance(sharding, BatchSharding) else sharding
+        with without_mesh():
+            return _gather(sharding)(self._on_device[sharding], jax.device_put(indices, where))
 
     def elements_of(self, block: Block) -> Block:
         """The elements at these indices."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
-    def _copied(self, sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
+    def _copied(self, sharding: jax.sharding.Sharding | BatchSharding) -> tuple[Any, ...]:
         """The arrays on the devices of a block: replicated, as any device may need any row."""
         whole: Any = sharding
-        if isinstance(sharding, jax.sharding.NamedSharding):
+        if isinstance(sharding, jax.sharding.NamedSharding | BatchSharding):
             whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
         spec = batch_spec(self._batches)
         leaves = zip(jax.tree.leaves(self._batches.arrays), spec.leaves, spec.paths, strict=True)
@@ -102,11 +106,15 @@ class IndexBlocks(Blocks):
 
 
 @functools.cache
-def _gather(sharding: jax.sharding.Sharding) -> Any:
+def _gather(sharding: jax.sharding.Sharding | BatchSharding) -> Any:
     out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
     def gather(arrays: tuple[Any, ...], indices: jax.Array) -> tuple[Any, ...]:
         # Indices are always valid. The default mode would compare each of them, and fill with NaN.
-        return tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
+        found = tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
+        if isinstance(sharding, BatchSharding):
+            shardings = tuple(sharding.of(leaf.shape) for leaf in found)
+            found = jax.lax.with_sharding_constraint(found, shardings)
+        return found
 
     return jax.jit(gather, out_shardings=out)

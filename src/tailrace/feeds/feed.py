@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices.shardings import without_mesh
 from tailrace.errors import FeedError
 from tailrace.feeds.elements import ElementSpec
 
@@ -54,7 +55,8 @@ class Staged:
         """The first `count` elements per replica, without padding."""
         host = [leaf[: count * self.replicas] for leaf in self.host]
         # Rows are elements of a replica on the device, and of all replicas on the host.
-        device = tuple(leaf[:count] for leaf in self.device)
+        with without_mesh():
+            device = tuple(leaf[:count] for leaf in self.device)
         return Staged(host, device, count, self.replicas, self.first)
 
     def padded(self, room: int) -> Staged:
@@ -62,7 +64,8 @@ class Staged:
         missing = room - self.room
         if missing <= 0:
             return self
-        wide = [jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) for leaf in self.device]
+        with without_mesh():
+            wide = [jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for x in self.device]
         where = [leaf.sharding for leaf in self.device]
         return dataclasses.replace(self, device=tuple(jax.device_put(wide, where)))
 

@@ -46,6 +46,11 @@ def name_of(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
+def only_places(eqn: JaxprEqn) -> bool:
+    """Whether an operation only says where on a mesh a value is."""
+    return eqn.primitive.name == "sharding_constraint"
+
+
 def is_widening(eqn: JaxprEqn) -> bool:
     """Whether an operation only stores floats in a wider dtype: float32 from bfloat16 or float16."""
     if eqn.primitive.name != "convert_element_type":

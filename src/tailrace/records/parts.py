@@ -170,7 +170,9 @@ def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
     parts = np.ascontiguousarray(np.moveaxis(partial, -1, 0)).astype(np.float64)
     _, _, low, high, nan, inf, zero, _ = parts
     # All of this in float64: sums over many rows would lose digits in float32.
-    count = row_lengths(size).astype(np.float64) - nan - inf
+    # A tensor that was sharded has one row, whatever its size.
+    lengths = np.array([size]) if partial.shape[-2] == 1 else row_lengths(size)
+    count = lengths.astype(np.float64) - nan - inf
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
         total, squares, shift, unit = _in_units(parts, partial.dtype.itemsize)
         mean = shift + np.where(count > 0, total / count, 0)

@@ -154,14 +154,19 @@ def whole_digests(values: Sequence[jax.Array], names: Sequence[str]) -> jax.Arra
         if not words.size:
             found.append(jnp.zeros(WORDS, jnp.uint32))
             continue
-        index, stride = jnp.zeros(words.shape, jnp.uint32), 1
-        for dim in reversed(range(words.ndim)):
-            place = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-            index, stride = index + place * np.uint32(stride % 2**32), stride * words.shape[dim]
-        low, high = _mixed(words, index, seeds(name), jnp.uint32)
+        low, high = _mixed(words, _places(words.shape), seeds(name), jnp.uint32)
         dims = tuple(range(words.ndim))
         found.append(jnp.stack(_summed_together([low, high], dims)))
     return jnp.stack(found)
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+    """The index of each value of a tensor, modulo 2^32, as an array of its shape."""
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        place = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        index, stride = index + place * np.uint32(stride % 2**32), stride * shape[dim]
+    return index
 
 
 def _large_digests(
@@ -183,13 +188,20 @@ def _large_digests(
         yield from zip((number for number, _ in members), _summed(low, high), strict=True)
 
 
-def digest_rows(value: jax.Array, name: str, dims: int) -> jax.Array:
+def digest_rows(value: jax.Array, name: str, dims: int, whole: bool = False) -> jax.Array:
     """The digest of each entry along the first `dims` dims: uint32[..., 2], in a program.
+
+    With `whole`, entries are sharded over devices, and must not be flattened.
 
     The two words are summed separately, modulo 2^32, without carry. On a CPU, where digests of the
     elements dominate for small models, that is three times as fast.
     """
     lead = value.shape[:dims]
+    if whole:
+        words = bits_of(value)
+        both = _mixed(words, _places(words.shape[dims:]), seeds(name), jnp.uint32)
+        axes = tuple(range(dims, words.ndim))
+        return jnp.stack([word.sum(axis=axes, dtype=jnp.uint32) for word in both], axis=-1)
     words = bits_of(value).reshape(*lead, -1)
     index = lax.broadcasted_iota(jnp.uint32, words.shape, dims)
     both = _mixed(words, index, seeds(name), jnp.uint32)

@@ -45,11 +45,13 @@ class Ambient:
         key: the random key of the program, from its seed.
         first_step: the index of the first step of this execution.
         replica: the index of this replica.
+        sharded: whether tensors are sharded over devices, and must not be flattened.
     """
 
     key: jax.Array
     first_step: Scalar
     replica: Scalar
+    sharded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tailrace.base.array_like import DTypeLike
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import Call, Scan, While, control
 from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Var
-from tailrace.jaxprs.operations import call_name
+from tailrace.jaxprs.operations import call_name, only_places
 from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, is_mark
 from tailrace.jaxprs.stretches import is_float, used_by
 from tailrace.jaxprs.walk import Position, loop_tag
@@ -73,7 +73,8 @@ class Namer:
     ) -> Iterator[Entry]:
         program = _Program(jaxpr, position, self.forward_only)
         for index, eqn in enumerate(jaxpr.eqns):
-            if program.backward[index] or _is_no_value(eqn):
+            # A value that is only said to be somewhere has its name already.
+            if program.backward[index] or _is_no_value(eqn) or only_places(eqn):
                 continue
             here = (*position, index)
             scopes = (*around, *program.chains[index])

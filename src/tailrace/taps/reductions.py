@@ -76,25 +76,25 @@ SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
 BIAS = 127
 
 
-def norm(value: jax.Array) -> jax.Array:
-    """The Euclidean norm of all values, computed in float32."""
+def norm(value: jax.Array, whole: bool = False) -> jax.Array:
+    """The Euclidean norm of all values, computed in float32; `whole`: of a sharded tensor."""
     if jnp.iscomplexobj(value):
         value = jnp.stack([value.real, value.imag])
     wide = as_wide(value)
     # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
-    total = _total(wide * wide)
+    total = _total(wide * wide, whole)
     if devices.platform() != "cpu":  # a branch would stop a device until the host has chosen it
         return jnp.sqrt(_unfinished(total))
     fine = (total < jnp.inf) & (total >= limits_of(wide).norm)
-    return lax.cond(fine, lambda: jnp.sqrt(total), lambda: _norm_at_the_ends(wide))
+    return lax.cond(fine, lambda: jnp.sqrt(total), lambda: _norm_at_the_ends(wide, whole))
 
 
-def _norm_at_the_ends(wide: jax.Array) -> jax.Array:
+def _norm_at_the_ends(wide: jax.Array, whole: bool) -> jax.Array:
     """The norm of values whose squares are too large or too small; of zeros; NaN if one is."""
     largest = jnp.max(magnitude_bits(wide), initial=0)
     factor = limits_of(wide).factor(lax.bitcast_convert_type(largest, wide.dtype))
     scaled, limits, info = scaled_by(wide, factor), limits_of(wide), info_of(wide)
-    found = jnp.sqrt(_total(scaled * scaled))
+    found = jnp.sqrt(_total(scaled * scaled, whole))
     small = jnp.rint(found / (limits.up * float(info.smallest_subnormal))).astype(largest.dtype)
     subnormal = (factor == limits.up) & (found < limits.up * float(info.tiny))
     return jnp.where(subnormal, lax.bitcast_convert_type(small, wide.dtype), found / factor)
@@ -144,13 +144,13 @@ def _zero_or_nan(flat: jax.Array) -> jax.Array:
     return (flat[:even].reshape(-1, FACTORS) @ zeros).sum() + rest
 
 
-def _total(value: jax.Array) -> jax.Array:
-    """The sum of all values.
+def _total(value: jax.Array, whole: bool) -> jax.Array:
+    """The sum of all values; `whole`: of a sharded tensor, which must not be flattened.
 
     On a CPU, XLA reduces to a scalar one value at a time, on one core. Eight parallel sums take a
     third of the time.
     """
-    if devices.platform() != "cpu" or value.size < SHORT:
+    if whole or devices.platform() != "cpu" or value.size < SHORT:
         return value.sum()
     flat, even = jnp.ravel(value), value.size - value.size % SUMS
     total = flat[:even].reshape(SUMS, -1).sum(axis=1).sum()
@@ -171,7 +171,7 @@ def histograms(values: Sequence[jax.Array]) -> list[jax.Array]:
     return [found[number] for number in range(len(values))]
 
 
-def _bins(flat: jax.Array) -> jax.Array:
+def bins_of(flat: jax.Array) -> jax.Array:
     """The bin of each value, from its bits: rounding to float32 could be to the next power of two."""
     if jnp.issubdtype(flat.dtype, jnp.integer) and flat.dtype.itemsize >= 4:
         unsigned = jnp.abs(flat).astype(jnp.dtype(f"uint{8 * flat.dtype.itemsize}"))
@@ -188,7 +188,7 @@ def _bins(flat: jax.Array) -> jax.Array:
 
 
 def _scattered(flat: jax.Array) -> jax.Array:
-    index = _bins(flat)
+    index = bins_of(flat)
     lanes = 1 if devices.platform() == "cpu" else max(1, min(LANES, index.size // SHARE))
     if lanes > 1:  # neighbouring values count in different copies, at neighbouring addresses
         index = index * lanes + jnp.arange(index.size, dtype=jnp.int32) % lanes
@@ -337,7 +337,7 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     low, high = jnp.where(sizes > 0, low, jnp.inf), jnp.where(sizes > 0, high, -jnp.inf)
     least, most = low.min(axis=1), high.max(axis=1)
     # In the scale of the group: products of its sums are then finite, and those of small rows vanish.
-    factor = limits_of(total).factor(_size(least, most))[:, None]
+    factor = limits_of(total).factor(largest_size(least, most))[:, None]
     ratio = factor / _factors(squares, low, high)
     total, squares, shift = total * ratio, jnp.abs(squares) * ratio * ratio, shift * factor
     # A row may have no finite value at all: its sums are 0 then, and must not become NaN.
@@ -362,7 +362,7 @@ def _join(columns: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _size(low: jax.Array, high: jax.Array) -> jax.Array:
+def largest_size(low: jax.Array, high: jax.Array) -> jax.Array:
     """The largest magnitude between two extremes; 0 if there are no values."""
     return jnp.where(low <= high, jnp.maximum(jnp.abs(low), jnp.abs(high)), 0)
 
@@ -370,7 +370,7 @@ def _size(low: jax.Array, high: jax.Array) -> jax.Array:
 def _factors(squares: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """What rows were multiplied by."""
     limits = limits_of(squares)
-    scaled = jnp.where(_size(low, high) < 1, limits.up, limits.down)
+    scaled = jnp.where(largest_size(low, high) < 1, limits.up, limits.down)
     return jnp.where(squares < 0, scaled, 1.0).astype(squares.dtype)
 
 
@@ -412,7 +412,7 @@ def exact_statistics(rows: jax.Array, lengths: jax.Array) -> jax.Array:
     low, high = (lax.bitcast_convert_type(ordered_bits(end), rows.dtype) for end in (low, high))
     # A finite value of each row: the first, or the smallest; 0 if there is none.
     shift = jnp.where(finite[:, :1], rows[:, :1], jnp.where(jnp.isfinite(low), low, 0))
-    factor = limits_of(rows).factor(_size(low, high))
+    factor = limits_of(rows).factor(largest_size(low, high))
     moved = jnp.where(finite, scaled_by(rows, factor) - scaled_by(shift, factor), 0)
     squares = (moved * moved).sum(axis=1)
     return jnp.stack(
@@ -484,8 +484,11 @@ def _lengths(size: int, width: int) -> np.ndarray:
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
 
 
-class StatsKey(tuple[tuple[Hashable, int], ...]):
-    """The key of packed statistics: (key, size) of each tensor in the pack."""
+class StatsKey(tuple[tuple[Any, ...], ...]):
+    """The key of packed statistics: (key, size) of each tensor in the pack.
+
+    Of a sharded tensor (key, size, rows): it is not cut into rows of one width.
+    """
 
     __slots__ = ()
 
@@ -493,8 +496,8 @@ class StatsKey(tuple[tuple[Hashable, int], ...]):
         """Each tensor in the pack: key, size, rows."""
         found: list[tuple[Hashable, int, slice]] = []
         start = 0
-        for key, size in self:
-            rows = len(row_lengths(size))
+        for key, size, *other in self:
+            rows = other[0] if other else len(row_lengths(size))
             found.append((key, size, slice(start, start + rows)))
             start += rows
         return found

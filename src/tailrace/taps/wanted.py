@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -14,10 +15,22 @@ import jax
 
 from tailrace.base.spans.scopes import TAPS
 from tailrace.base.trees import Tree
-from tailrace.taps.bit_digests import digest_many
+from tailrace.taps.bit_digests import digest_many, whole_digests
 from tailrace.taps.counted_loop import Looks
 from tailrace.taps.frame import Emission, Frame
-from tailrace.taps.reductions import StatsKey, all_finite, histogram, histograms, pack_statistics
+from tailrace.taps.reductions import (
+    StatsKey,
+    all_finite,
+    histogram,
+    histograms,
+    pack_statistics,
+)
+from tailrace.taps.whole_reductions import (
+    whole_all_finite,
+    whole_form,
+    whole_histogram,
+    whole_statistics,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +118,7 @@ def condense(frame: Frame, at_end: bool = False) -> None:
 
 def _condense(frame: Frame, at_end: bool) -> None:
     # Periodic ones are packed separately: the pack of the others must be the same in every iteration.
+    sharded = frame.ambient.sharded
     packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []
     digested: list[tuple[Any, Emission]] = []
@@ -125,17 +139,23 @@ def _condense(frame: Frame, at_end: bool) -> None:
         elif want.reduce is histogram:
             counted.append((want.key, emission))
         else:
-            frame.emit(want.key, want.reduce(emission.value), emission.valid)
+            reduce = whole_form(want.reduce) if sharded else want.reduce
+            frame.emit(want.key, reduce(emission.value), emission.valid)
     if guarded:
         key = FiniteKey(key for key, _ in guarded)
         # Without a flag: a guard is reduced in the branch that computes it, before the branch adds one.
-        frame.emit(key, all_finite([e.value for _, e in guarded]))
+        test = whole_all_finite if sharded else all_finite
+        frame.emit(key, test([e.value for _, e in guarded]))
     if digested:  # in one array: each array that leaves a device has a fixed cost
         names = [name for (name, _), _ in digested]
         values = [emission.value for _, emission in digested]
-        found = digest_many(values, names, [None] * len(names), in_memory=False)
+        if sharded:
+            found = whole_digests(values, names)
+        else:
+            found = digest_many(values, names, [None] * len(names), in_memory=False)
         frame.emit(DigestKey(names), found)
-    found = histograms([emission.value for _, emission in counted])
+    values = [emission.value for _, emission in counted]
+    found = [whole_histogram(value) for value in values] if sharded else histograms(values)
     for (key, emission), counts in zip(counted, found, strict=True):
         frame.emit(key, counts, emission.valid)
     for pack in packs.values():
@@ -143,9 +163,18 @@ def _condense(frame: Frame, at_end: bool) -> None:
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
         together = [(k, e) for k, e in pack if e.valid is None]
         for members in [together, *alone] if together else alone:
-            key = StatsKey((k, int(e.value.size)) for k, e in members)
-            packed = pack_statistics([e.value for _, e in members])
-            frame.emit(key, packed, members[0][1].valid)
+            key = StatsKey((k, *_sizes(int(e.value.size), sharded)) for k, e in members)
+            pack = whole_statistics if sharded else pack_statistics
+            frame.emit(key, pack([e.value for _, e in members]), members[0][1].valid)
+
+
+def _packed(pack: Callable[[list[jax.Array]], jax.Array], value: jax.Array) -> jax.Array:
+    return pack([value])
+
+
+def _sizes(size: int, sharded: bool) -> tuple[int, ...]:
+    """The size of a tensor; of a sharded one, also the number of rows of its statistics."""
+    return (size, min(size, 1)) if sharded else (size,)
 
 
 def fine(flag: Emission) -> jax.Array:
@@ -158,10 +187,13 @@ def fine(flag: Emission) -> jax.Array:
 
 def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
     """Reduce each layer of a value that was collected whole, as a scan does for other values."""
-    key, reduce = want.key, want.reduce
-    if reduce is None:
+    key, sharded = want.key, frame.ambient.sharded
+    if want.reduce is None:
         size = math.prod(emission.value.shape[want.layers :])
-        key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
+        key = StatsKey(((want.key, *_sizes(size, sharded)),))
+        reduce = functools.partial(_packed, whole_statistics if sharded else pack_statistics)
+    else:
+        reduce = whole_form(want.reduce) if sharded else want.reduce
     for _ in range(want.layers):
         # Once for each of the user's scans around it: their iterations are its leading dims.
         reduce = jax.vmap(reduce)

@@ -6,6 +6,7 @@
 
     training_programs, held_state, collector   the parts of the engine
     own_steps      a trainer of a step that the user wrote, and the options that it refuses
+    model_place    the options that say where a model is: mesh=, shard=, device=
     costs          memory and time: planned, explained, measured
     observation    the journal, and what is written of a run
     lookback       steps that ran, run again

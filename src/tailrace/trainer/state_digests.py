@@ -75,7 +75,8 @@ class StateDigests:
         # From the block on the device, padding included: hashing on the host would take a core from the
         # training. Rows beyond the steps are cut off when it is read.
         block = () if staged is None else tuple(staged.device)
-        return self.programs[runner](runner.layout.held(state), block)
+        with runner.placement.within():
+            return self.programs[runner](runner.layout.held(state), block)
 
     def of(self, ticket: Ticket, losses: np.ndarray) -> tuple[dict[str, int], np.ndarray | None]:
         """The fingerprints of an execution, and the digests of its elements; waits for them."""
@@ -92,12 +93,12 @@ class StateDigests:
         placement = runner.placement
         # The dims in front of an element's own: microbatches of the block, and replicas if there
         # are any.
-        dims = 1 if placement.mesh is None else 2
+        dims, whole = 1 if placement.mesh is None else 2, placement.sharding is not None
         (paths,) = (feed.spec().paths for feed in runner.infeeds)
 
         def compute(held: Sequence[Any], block: tuple[Any, ...]) -> Any:
             leaves = zip(block, paths, strict=bool(block))
-            rows = [digest_rows(leaf, f"element{path}", dims) for leaf, path in leaves]
+            rows = [digest_rows(leaf, f"element{path}", dims, whole) for leaf, path in leaves]
             elements = total(jnp.stack(rows)) if rows else None
             found = (runner.layout.digests(held, self.names, self._sizes), elements)
             if placement.mesh is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.base.checks import check_count, check_flag
 from tailrace.base.trees import Tree
@@ -381,6 +382,24 @@ class Trainer(Measuring, LookingBack):
             params = self.engine.copied(self.engine.state.params)
         params = params if self.pipeline is None else self.pipeline.tie(params)
         return self._bound.shown_params(params)
+
+    def gather(self) -> Any:
+        """The whole parameters on the host, as NumPy arrays.
+
+        `trainer.params` has the arrays as the devices hold them; of a sharded model, this puts their
+        parts together, in the memory of the host alone.
+
+        Example:
+            >>> import numpy as np, optax, tailrace as tr
+            >>> loss_fn = lambda w, x: ((x @ w) ** 2).mean()
+            >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.1), np.ones((2, 2), np.float32))
+            >>> trainer.gather().tolist()
+            [[1.0, 1.0], [1.0, 1.0]]
+        """
+        with self._fits.reading():
+            placement, params = self.engine.placement, self.engine.state.params
+            params = jax.tree.map(lambda leaf: np.array(placement.readable(leaf)), params)
+        return params if self.pipeline is None else self.pipeline.tie(params)
 
     @property
     def ema_params(self) -> Any:

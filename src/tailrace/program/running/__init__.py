@@ -5,7 +5,7 @@ Out: emissions on the device, and an array that is ready when the dispatch has f
 
     loop_runner            one loop and its executables; loop_state holds the arrays they overwrite
     loop_layout            which devices run it, which arrays hold its carry; replica_layout: one device
-                           per replica (pipelines have their own)
+                           per replica; sharded_layout: a mesh (pipelines have their own)
     placement              where programs run, and how values get there
     device_program         what is compiled: a segment, rewritten; segments cuts a program
     executable             compiles it and dispatches it

@@ -192,7 +192,8 @@ class DeviceProgram(ABC):
         seed, first_step, offset, count = Numbers.read(numbers)
         # The key from the seed alone: step, microbatch, replica and call are folded in where it is
         # used, so that it does not depend on how a training is cut into executions.
-        ambient = Ambient(jax.random.key(seed), first_step, replica)
+        sharded = piece.placement.sharding is not None
+        ambient = Ambient(jax.random.key(seed), first_step, replica, sharded)
         trip = Trip(count, first_step + offset) if piece.counted else None
         frame = Frame(ambient, blocks or {}, trip=trip)
         if piece.length is None:

@@ -10,6 +10,7 @@ Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`,
     update_rule       the update, by optax or by an optimizer of another library
     averaging         an average of the parameters over the steps
     loss_again        the loss as a function of parameters, for line searches
+    step_sharding     where the values of a sharded model are
     loss_scale        scaled losses, and steps that are skipped; precision: narrower computation
 
 Rules: pure functions of arrays; placement is decided elsewhere. There are three kinds of `Step`:

@@ -136,6 +136,8 @@ class PlainStep(Step):
         else:
             value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (_, (loss, after, aux)), grads = value_and_grad(state.params)
+        if self.sharding is not None:
+            grads = self.sharding.scatter(grads)
         # Only named, not replaced: the optimizer has its own rule of scaling and expects scaled
         # gradients.
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):

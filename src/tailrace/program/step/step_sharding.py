@@ -55,6 +55,10 @@ class StepSharding:
         """Gradients that are held from one microbatch to the next: each where its parameter is."""
         return lax.with_sharding_constraint(grads, self.state.params)
 
+    def scatter(self, grads: Tree) -> Tree:
+        """The gradients of gathered parameters, each device with its part."""
+        return grads if self.gathered is None else self.keep_gradients(grads)
+
     def gather(self, params: Tree) -> Tree:
         """The parameters as the loss reads them."""
         if self.gathered is None:

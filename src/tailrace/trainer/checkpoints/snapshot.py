@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.base.messages import listed
 from tailrace.base.trees import Tree
+from tailrace.devices.shardings import without_mesh
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
@@ -70,7 +71,8 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
         if is_key(value):
             keys[name] = generator_of(value)
         arrays[STATE + name] = as_numbers(value)
-    return dict(copied(arrays)), keys
+    with without_mesh():
+        return dict(copied(arrays)), keys
 
 
 def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any]) -> None:
@@ -83,9 +85,10 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     keys: Mapping[str, str] = note["keys"]
     found = {name.removeprefix(STATE): a for name, a in arrays.items() if name.startswith(STATE)}
     check_forms(now, found, keys, engine.own_of_replicas())
+    # Of a sharded model each device gets its part, and none a whole leaf.
+    put = jnp.asarray if engine.placement.sharding is None else np.asarray
     leaves = [
-        as_keys(found[name], keys[name]) if name in keys else jnp.asarray(found[name])
-        for name in now
+        as_keys(found[name], keys[name]) if name in keys else put(found[name]) for name in now
     ]
     _set_fixed_scale(engine, now, leaves)
     # All leaves at once, after all were checked: a refused checkpoint changes nothing.

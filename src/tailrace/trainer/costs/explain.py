@@ -7,21 +7,26 @@ from typing import Any
 
 import jax
 
+from tailrace.base.messages import counted, listed, size_text
 from tailrace.base.trees import Tree
 from tailrace.data.no_data import NO_DATA
+from tailrace.devices.shard_rules import axes_text, mesh_text
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.program.step.update_rule import example_extra
-from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
+from tailrace.trainer.costs.explanation import Explanation, explain, flops_of, tree_bytes
 from tailrace.trainer.engine import Engine
 
 
 def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     """The cost of training on elements like `example`, with `length` steps per execution."""
     feed = engine.use(NO_DATA if example is None else [example])
-    state, count = engine.state, engine.accumulation.microbatches
+    sharding, count = engine.placement.sharding, engine.accumulation.microbatches
+    # Of a sharded model the forms say what one device holds.
+    state = engine.state if sharding is None else engine.form
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
     explanation = explain(
         engine.runner,
@@ -29,7 +34,7 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
         length,
         parts=state.parts,
         keeping=engine.memory.keeping,
-        decisions=engine.memory.all_decisions,
+        decisions=(*engine.memory.all_decisions, *sharding_decisions(engine)),
         effective_batch_size=batch,
         microbatches=count,
         flops_of_update=flops_of_update(engine),
@@ -42,6 +47,24 @@ def explained(engine: Engine, example: Tree, length: int) -> Explanation:
         parts = {"parameters and state of stages": max(stages.held), **rest}
         explanation = dataclasses.replace(explanation, parts=parts, pipeline=stages)
     return explanation
+
+
+def sharding_decisions(engine: Engine) -> tuple[str, ...]:
+    """Which parameters are sharded over the mesh, and which are not."""
+    sharding = engine.placement.sharding
+    if sharding is None:
+        return ()
+    leaves = jax.tree_util.tree_flatten_with_path(engine.form.params)[0]
+    whole = [(path, form) for path, form in leaves if form.sharding.is_fully_replicated]
+    own = len(leaves) - len(whole)
+    said = f"{own} of {counted(len(leaves), 'parameter')} sharded over {mesh_text(sharding.given)}"
+    batches = axes_text(sharding.mesh, sharding.batch_axes) if sharding.batch_axes else ""
+    said += f", batches over {batches}" if batches else ", batches on every device"
+    if not whole:
+        return (said,)
+    names = [path_name(path) or "params" for path, _ in whole]
+    size = size_text(tree_bytes([form for _, form in whole]))
+    return (said, f"on every device whole: {listed(names, 8)} ({size})")
 
 
 def flops_of_update(engine: Engine) -> float:
@@ -59,6 +82,7 @@ def flops_of_update(engine: Engine) -> float:
         return update(grads, held, params, **example_extra(needs, grads))
 
     try:
-        return flops_of(jax.jit(given).lower(state.params, held, state.params))
+        with engine.placement.within():
+            return flops_of(jax.jit(given).lower(state.params, held, state.params))
     except TailraceError:  # it means something inside a program only: small beside the rest
         return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -100,7 +101,11 @@ def explain(
     sizes = {name: tree_bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
     if keeping is not None:  # the part that one device holds
         sizes["optimizer state"] = keeping.device_bytes
-    sizes["elements"] = runner.bytes_per_pass * length // runner.placement.local_replicas
+    sharding = runner.placement.sharding
+    parts_of_elements = (
+        runner.placement.local_replicas if sharding is None else sharding.batches.parts
+    )
+    sizes["elements"] = runner.bytes_per_pass * length // parts_of_elements
     sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))
     sizes["temporaries"] = int(memory.temp_size_in_bytes)
     sizes["code"] = int(memory.generated_code_size_in_bytes)
@@ -138,5 +143,14 @@ def state_bytes(form: TrainState, keeping: StateKeeping | None) -> dict[str, int
 
 
 def tree_bytes(tree: Tree) -> int:
-    """The bytes of all arrays of a tree, or of those that its shapes describe."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """The bytes of all arrays of a tree, or of those that its shapes describe.
+
+    Of shapes with shardings, those on one device.
+    """
+    return sum(_size_of(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size_of(leaf: Any) -> int:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return leaf.size

@@ -56,7 +56,9 @@ def example_gradients(
         elements: the elements of the step, stacked leaf by leaf.
         spec: the form of an element.
     """
-    params = read[0]
+    params, place = read[0], Placement(1)
+    if engine.placement.sharding is not None or engine.placement.chosen is not None:
+        place = engine.placement
     direction = jax.tree.unflatten(jax.tree.structure(params), list(gradients))
     one = _measure_of(engine)
     rows, places = examples_of(elements, spec)
@@ -75,7 +77,7 @@ def example_gradients(
         out, infeed = OutfeedQueue(), InfeedQueue(chunks, prefetch=0)
         given = ((params, direction), read[1])
         try:
-            runner = evaluating_whole(compute, out, infeed, given, Placement(1))
+            runner = evaluating_whole(compute, out, infeed, given, place)
             state = runner.begin((), given)
             numbers = Numbers(engine.seed, engine.step)
             emitted, _ = runner.dispatch(state, len(chunks), numbers, 0)

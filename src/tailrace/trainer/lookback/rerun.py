@@ -250,7 +250,8 @@ def twin_of(engine: Engine, observe: Observe, fingerprint: bool = False) -> Engi
         params = engine.pipeline.tie(params)
     own = {"fingerprint": True} if fingerprint else {}
     state = {"params": params, "model_state": model_state}
-    twin: Engine = engine.again(**state, observe=observe, build=engine.build, **own)
+    with engine.placement.within():
+        twin: Engine = engine.again(**state, observe=observe, build=engine.build, **own)
     return twin
 
 
@@ -260,7 +261,8 @@ def _blank(form: jax.ShapeDtypeStruct) -> jax.Array | np.ndarray | float:
         return jax.random.split(jax.random.key(0, impl=key_generator(form.dtype)), form.shape)
     if form.weak_type and form.shape == ():  # a number of Python stays one: the step may widen it
         return np.zeros((), form.dtype).item()
-    return np.zeros(form.shape, form.dtype)
+    blank = np.zeros(form.shape, form.dtype)
+    return blank if form.sharding is None else jax.device_put(blank, form.sharding)
 
 
 def _unobserved(engine: Engine, loud: LoopRunner) -> LoopRunner:

@@ -17,11 +17,13 @@ def describe(
     engine: Engine, steps_per_execution: int | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The description of the fit that writes a run directory, ready for JSON."""
-    plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
+    plan, step, placement = engine.plan, engine.step_function, engine.placement
+    placed = placement.mesh is not None or placement.sharding or placement.chosen
+    mesh = placement.sharding and dict(placement.sharding.mesh.shape)
     return {
         "devices": [
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
-            for device in (available()[:1] if mesh is None else mesh.devices.flat)
+            for device in (placement.devices if placed else available()[:1])
         ],
         SURROUNDINGS: surroundings(),
         "config": dict(config or {}),
@@ -37,6 +39,7 @@ def describe(
             "fingerprint": engine.digests is not None,
             "loss_scale": dataclasses.asdict(scale) if (scale := step.loss_scale) else None,
             "build": engine.built,
+            **({"mesh": mesh} if mesh else {}),
         },
         "taps": [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tailrace.devices.shard_rules import mesh_text
 from tailrace.records.history import History
 from tailrace.records.html_table import html_table
 from tailrace.records.records import Records
@@ -44,6 +45,8 @@ def trainer_facts(engine: Engine, records: Records) -> list[tuple[str, str]]:
     facts.append(("steps done", f"{engine.step:,}"))
     if engine.accumulation.microbatches > 1:
         facts.append(("microbatches", str(engine.accumulation.microbatches)))
+    if engine.placement.sharding is not None:
+        facts.append(("mesh", mesh_text(engine.placement.sharding.given)))
     if engine.placement.replicas > 1:
         facts.append(("replicas", str(engine.placement.replicas)))
     if pipeline is not None:
