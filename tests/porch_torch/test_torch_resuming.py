@@ -449,6 +449,27 @@ def test_a_replay_has_the_rates_of_the_schedule(tmp_path):
     assert model.replay(10, batches, checkpoint=tmp_path / "model.npz").proved
 
 
+def test_a_replay_starts_from_a_checkpoint(tmp_path):
+    """Also one after a resume: the checkpoint has what was recorded of all calls."""
+    batches, found = [line(4, seed=n) for n in range(6)], []
+    for _ in range(2):
+        module = seeded(Regression)[0]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        model = tt.training_model(
+            module,
+            optimizer,
+            scheduler=schedules.ExponentialLR(optimizer, 0.8),
+            checkpoint=tr.Checkpoint(tmp_path / "ck", every=2, keep=9),
+            fingerprint=True,
+        )
+        found.append(model.resume().step)
+        for batch in model.batches(batches):
+            model(*batch)
+        assert model.replay(3, batches, checkpoint=tmp_path / "ck").proved
+        model.destroy()
+    assert found == [0, 4]
+
+
 SCRIPT = str(pathlib.Path(__file__).with_name("resumed_script.py"))
 CALLS = 60
 

@@ -342,6 +342,12 @@ class Keeping:
             self._let_go()
 
 
+def model_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of the model, by name: its state, and its calls under `past/`."""
+    kept = {name: array for name, array in arrays.items() if name.startswith((STATE, PAST))}
+    return {name.removeprefix(STATE): array for name, array in kept.items()}
+
+
 def _classes(objects: Sequence[Any]) -> list[str]:
     return [type(one).__name__ for one in objects]
 
