@@ -1,5 +1,6 @@
 """`checkpoint=` of a training model: a loop that is stopped and begun again ends with the same bits."""
 
+import gc
 import pathlib
 import random
 import signal
@@ -468,6 +469,22 @@ def test_a_replay_starts_from_a_checkpoint(tmp_path):
         assert model.replay(3, batches, checkpoint=tmp_path / "ck").proved
         model.destroy()
     assert found == [0, 4]
+
+
+def test_a_model_that_is_garbage_gives_its_directory_back(tmp_path):
+    def begun():
+        model, _, optimizer = made(tmp_path / "ck")
+        scheduler = schedules.ExponentialLR(optimizer, 0.9)
+        rows = torch.utils.data.TensorDataset(*line(8))
+        start = model.resume()
+        for batch in tt.DataLoader(model, rows, batch_size=4):
+            model(*batch)
+            scheduler.step()
+        return start.step
+
+    assert begun() == 0
+    gc.collect()
+    assert begun() == 1
 
 
 SCRIPT = str(pathlib.Path(__file__).with_name("resumed_script.py"))
