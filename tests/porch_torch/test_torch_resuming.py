@@ -1,6 +1,11 @@
 """`checkpoint=` of a training model: a loop that is stopped and begun again ends with the same bits."""
 
+import gc
+import pathlib
 import random
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -443,3 +448,102 @@ def test_a_replay_has_the_rates_of_the_schedule(tmp_path):
             model.save(tmp_path / "model.npz")
         model(*batch)
     assert model.replay(10, batches, checkpoint=tmp_path / "model.npz").proved
+
+
+def test_a_replay_starts_from_a_checkpoint(tmp_path):
+    """Also one after a resume: the checkpoint has what was recorded of all calls."""
+    batches, found = [line(4, seed=n) for n in range(6)], []
+    for _ in range(2):
+        module = seeded(Regression)[0]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        model = tt.training_model(
+            module,
+            optimizer,
+            scheduler=schedules.ExponentialLR(optimizer, 0.8),
+            checkpoint=tr.Checkpoint(tmp_path / "ck", every=2, keep=9),
+            fingerprint=True,
+        )
+        found.append(model.resume().step)
+        for batch in model.batches(batches):
+            model(*batch)
+        assert model.replay(3, batches, checkpoint=tmp_path / "ck").proved
+        model.destroy()
+    assert found == [0, 4]
+
+
+def test_a_model_that_is_garbage_gives_its_directory_back(tmp_path):
+    def begun():
+        model, _, optimizer = made(tmp_path / "ck")
+        scheduler = schedules.ExponentialLR(optimizer, 0.9)
+        rows = torch.utils.data.TensorDataset(*line(8))
+        start = model.resume()
+        for batch in tt.DataLoader(model, rows, batch_size=4):
+            model(*batch)
+            scheduler.step()
+        return start.step
+
+    assert begun() == 0
+    gc.collect()
+    assert begun() == 1
+
+
+SCRIPT = str(pathlib.Path(__file__).with_name("resumed_script.py"))
+CALLS = 60
+
+
+def script(*arguments):
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def started(process):
+    """Where the script goes on, once it says so."""
+    line = process.stdout.readline().split()
+    assert line[:1] == ["start"], process.communicate()[1]
+    return int(line[1]), int(line[2])
+
+
+def finished(*arguments):
+    """Run the script to its end; where it went on, and what it has then."""
+    process = script(*arguments)
+    start = started(process)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    with np.load(arguments[1]) as file:
+        return start, dict(file)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_killed_and_started_again(kills, tmp_path):
+    _, plain = finished("", tmp_path / "plain.npz")
+    moments = random.Random(kills)
+    directory, run = tmp_path / "checkpoints", tmp_path / "run"
+    begun = []
+    for _ in range(kills):
+        process = script(directory, tmp_path / "out.npz", run)
+        begun.append(started(process))
+        left = CALLS - begun[-1][1] // 2
+        # Few calls, so that it does not end; zero is a moment, too.
+        for _ in range(moments.randrange(min(left, 2 * CALLS // kills + 3))):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    start, resumed = finished(directory, tmp_path / "out.npz", run)
+    assert start[1] > 0, begun
+    resumed.pop("loss"), plain.pop("loss")
+    assert resumed.keys() == plain.keys()
+    for name, value in plain.items():
+        assert value.tobytes() == resumed[name].tobytes(), name
+    found = tr.open_run(run)
+    assert found.state == "ended"
+    assert list(found.history.steps) == list(range(2 * CALLS))
+    # Started once more, it trains the steps since its newest checkpoint again.
+    start, again = finished(directory, tmp_path / "out.npz", run)
+    assert start[0] == 3
+    assert 2 * CALLS - 4 <= start[1] < 2 * CALLS
+    again.pop("loss")
+    assert all(again[name].tobytes() == value.tobytes() for name, value in plain.items())

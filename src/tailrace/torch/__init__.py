@@ -10,7 +10,8 @@ In: a `torch.nn.Module`, an optimizer, and tensors. Out: tensors, and weights co
     programs    device programs of a call
     tracing     from a module to a JAX function
     torchax     operators and behaviour of PyTorch that torchax lacks
-    optim       optimizers
+    optim       optimizers, schedules
+    resuming    checkpoints of a training whose loop is the user's own
 
 Rules. Core packages never import this one. Undocumented parts of torch and torchax are used only in
 `torchax` and `torch_internals`.

@@ -30,6 +30,7 @@ from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
 from tailrace.torch.optim.binding import DeviceOptimizer, has_stepped
 from tailrace.torch.optim.schedule import Schedule
+from tailrace.torch.resuming.keeping import Keeping
 from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.module_function import training_modes
 from tailrace.torch.tracing.watch import current_watch
@@ -50,6 +51,7 @@ class FollowingModel(Model):
 
     _schedule: Schedule | None = None
     _max_grad_norm: float | None = None
+    _keeping: Keeping | None = None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._dirty, self.version, self._step = False, 0, 0
@@ -112,6 +114,8 @@ class FollowingModel(Model):
                 "torch.inference_mode() nothing does. Call the model outside of it; to evaluate, make "
                 "a model that does not train: tt.inference_model(module)."
             )
+        if self._keeping is not None and not self._keeping.is_open:
+            self._keeping.open()  # refused before anything is compiled, or a run is begun
         # A destroyed model may be called again: it takes the module back.
         if trainer_of(self.module) is not self:  # destroyed before
             link(self.module, self)
@@ -143,6 +147,8 @@ class FollowingModel(Model):
         # Of a schedule, the numbers of all steps are sent at once, when it advances.
         if self._follows and self._schedule is None:
             self._apply_hypers()
+        if self._keeping is not None:
+            self._keeping.calling(self._program.engine.step)
 
     def _apply_hypers(self, values: np.ndarray | None = None) -> None:
         values = self._device_optimizer.hypers() if values is None else values

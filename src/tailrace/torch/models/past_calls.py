@@ -18,8 +18,17 @@ from tailrace.taps.tap import Observe
 from tailrace.torch.calls.call_blocks import CallBlocks
 from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
-from tailrace.torch.models.saving import UnreadableModel, flat, read_note, read_state
+from tailrace.torch.models.saving import (
+    UnreadableModel,
+    flat,
+    nested,
+    read_note,
+    read_state,
+)
 from tailrace.torch.programs.train import TrainingProgram
+from tailrace.torch.resuming.keeping import KIND, model_arrays
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.handed import HandedReplay
 from tailrace.trainer.lookback.outcome import Replay
@@ -178,17 +187,30 @@ def _newest_readable(
     files: Sequence[tuple[int, pathlib.Path]],
 ) -> tuple[tuple[int, pathlib.Path], tuple[dict[str, Any], dict[str, Any]]]:
     """The latest file that is whole, and its contents; damaged ones are passed over with a warning."""
-    first: RunError | None = None
+    first: RunError | CheckpointError | None = None
     for file in reversed(files):
         try:
-            return file, read_state(file[1], {"step": int, "seed": int})
+            return file, _read(file[1])
         except UnreadableModel:
             raise  # it may be whole, and is what was asked for
-        except RunError as error:
+        except (RunError, orbax_files.DamagedCheckpoint) as error:
             first = first or error
             logger.warning("%s An earlier file is used, if there is one.", error)
     assert first is not None, "no files"
     raise first
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The trees and the note of a file that `save` wrote, or of a checkpoint."""
+    if not path.is_dir():
+        return read_state(path, {"step": int, "seed": int})
+    arrays, note = orbax_files.read(path)
+    if KIND not in note:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} was not saved by a PyTorch model. Give the directory of "
+            f"this model's checkpoints."
+        )
+    return nested(model_arrays(arrays)), note
 
 
 def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]:
@@ -199,6 +221,8 @@ def _files(checkpoint: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]
             f"that of a directory of such files. Received: checkpoint={checkpoint!r}."
         )
     path = pathlib.Path(checkpoint)
+    if path.is_dir() and (kept := CheckpointDirectory(path).found(0)):
+        return [(one.step, one.path) for one in kept]
     found = []
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         try:

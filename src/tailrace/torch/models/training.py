@@ -1,4 +1,7 @@
-"""A module that trains on the device."""
+"""A module that trains on the device.
+
+Long, and one thing: what may be asked of it.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.classes import checked_norm
 from tailrace.torch.optim.schedule import Schedule, numbers_of, put_numbers
 from tailrace.torch.programs.train import RunEnd, TrainingProgram
-from tailrace.torch.resuming.keeping import PAST, Keeping, keeping_of, no_checkpoint
+from tailrace.torch.resuming.keeping import Keeping, keeping_of, model_arrays, no_checkpoint
 from tailrace.torch.resuming.plain_states import decoded, encoded
 from tailrace.torch.resuming.start import Start
 from tailrace.torch.tracing.forward import Forward, weights_of
-from tailrace.trainer.checkpoints.snapshot import BUILD, STATE
+from tailrace.trainer.checkpoints.snapshot import BUILD
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.outcome import Replay
 
@@ -280,10 +283,8 @@ class TrainingModel(FollowingModel):
             "replicas": (self._options.replicas, note["replicas"]),
         }
         keeping.check_same(here)
-        named = {n.removeprefix(STATE): a for n, a in arrays.items() if n.startswith(STATE)}
-        past = {n: a for n, a in arrays.items() if n.startswith(PAST)}
         try:
-            self._go_on_from({**nested(named), **nested(past)}, note)
+            self._go_on_from(nested(model_arrays(arrays)), note)
         except RunError as error:
             raise CheckpointError(
                 f"The checkpoint directory {keeping.directory!r} belongs to another training: {error}"
@@ -340,7 +341,7 @@ class TrainingModel(FollowingModel):
             calls: the arguments of all calls of the training in order, such as a `tt.DataLoader` that
                 yields the same again; those before the file are passed over.
             observe: taps.
-            checkpoint: a file that `save` wrote, or a directory of such files.
+            checkpoint: a file that `save` wrote, a directory of such files, or that of `checkpoint=`.
 
         Returns:
             The records of the step by name, with `proved` (None where nothing was recorded) and
@@ -456,16 +457,6 @@ class TrainingModel(FollowingModel):
                 f"The model has another program from step {self._step} on. Its run: {directory!r}."
             )
         return dataclasses.replace(self._options, run_dir=directory)
-
-    def _before_call(self) -> None:
-        if self._keeping is not None and not self._keeping.is_open:
-            self._keeping.open()  # refused before anything is compiled, or a run is begun
-        super()._before_call()
-
-    def _before_run(self) -> None:
-        super()._before_run()
-        if self._keeping is not None:
-            self._keeping.calling(self._program.engine.step)
 
     def _run(self, blocks: list[Any]) -> Any:
         schedule, first = self._schedule, self._program.engine.step

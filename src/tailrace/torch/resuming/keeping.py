@@ -5,9 +5,7 @@ Long, and one thing: what is saved is what is restored.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,22 +15,19 @@ import torch
 from tailrace.base.messages import note_once
 from tailrace.base.spans.span import span
 from tailrace.data.positions.loader_state import put_loader_state
-from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, OptionError
 from tailrace.torch.calls.passes import Passes, Position, state_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.schedule import Schedule, numbers_of, put_numbers
-from tailrace.torch.programs.open_run import closed_at_exit, is_closed
 from tailrace.torch.programs.train import TrainingProgram
+from tailrace.torch.resuming.held_writer import HeldWriter
 from tailrace.torch.resuming.plain_states import decoded, encoded
 from tailrace.torch.resuming.schedulers import is_scheduled, schedulers_of
 from tailrace.torch.resuming.start import Start
-from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.saving import run_end_of
 from tailrace.trainer.checkpoints.snapshot import STATE, Snapshot
-from tailrace.trainer.checkpoints.writer import CheckpointWriter
 
 KIND = "torch"
 """The entry of the note that identifies checkpoints of PyTorch models."""
@@ -100,19 +95,19 @@ class Keeping:
                 f"best={checkpoint.best!r} in a PyTorch model, whose loop is yours. Leave it out, and "
                 f"keep the best state with model.save(path)."
             )
-        self._writer = CheckpointWriter(checkpoint, 0)
+        self._held = HeldWriter(checkpoint)
+        self._writer = self._held.writer
         self._model = weakref.ref(model)
         self.passes = Passes(self._asked)
         self.run_end: Mapping[str, Any] | None = None
         self.resumed = False
         self._objects: tuple[Any, ...] = ()
         self._found: list[Any] | None = None
-        self._held: contextlib.ExitStack | None = None
         self._fresh, self._ours = True, False
         self._random: dict[str, Any] | None = None
-        self._first, self._process = 0, os.getpid()
+        self._first = 0
         self._given: list[dict[str, str]] = []
-        weakref.finalize(model, self.close).atexit = False  # it closes itself then
+        weakref.finalize(model, self._held.close).atexit = False  # it closes itself then
 
     @property
     def directory(self) -> str:
@@ -124,43 +119,19 @@ class Keeping:
     @property
     def is_open(self) -> bool:
         """Whether the directory is held."""
-        return self._held is not None
+        return self._held.is_open
 
     def open(self) -> None:
         """Hold the lock of the directory; a model that does not resume begins an empty one."""
         # After destroy() the same model may train on.
-        if self._hold() and not self._ours and self._writer.directory.found():
-            self._let_go()
+        if self._held.open() and not self._ours and self._held.directory.found():
+            self._held.close()
             raise CheckpointError(
                 f"The checkpoint directory {self.directory!r} has checkpoints. To go on from the "
                 f"newest, call model.resume() before the first call of the model; to train from the "
                 f"start, give another directory."
             )
         self._ours = True
-
-    def _hold(self) -> bool:
-        """Hold the lock; returns whether it was not held before."""
-        if self._held is not None:
-            return False
-        if distributed.process_count() > 1:
-            raise CheckpointError(
-                f"Checkpoints of PyTorch models are for training in one process; this one has "
-                f"{distributed.process_count()}. tr.Trainer keeps them in several."
-            )
-        orbax_files.import_orbax()
-        held = contextlib.ExitStack()
-        held.enter_context(self._writer.directory.writing())
-        held.callback(self._writer.close)
-        # The directory belongs to this process, and not to one that is forked from it.
-        self._held, self._process = held, os.getpid()
-        closed_at_exit(self)
-        return True
-
-    def _let_go(self) -> None:
-        held, self._held = self._held, None
-        is_closed(self)
-        if held is not None:
-            held.close()
 
     # -- resuming -------------------------------------------------------------------------------
 
@@ -177,7 +148,7 @@ class Keeping:
                     f"such as schedulers. Received: a {type(one).__name__}."
                 )
         self._objects = tuple(objects)
-        self._hold()
+        self._held.open()
         self._note_given()
         self._fresh, self._ours = False, True
         found = self._writer.directory.read_newest(0)
@@ -271,7 +242,7 @@ class Keeping:
         """The loop asks for the next batch: all that belongs to the call before is done."""
         model = self._model()
         program = None if model is None else model._program
-        if program is None or self._held is None or self._fresh:
+        if program is None or not self.is_open or self._fresh:
             return None
         due = self._writer.due(program.engine.step)
         return self._moment(position()) if due else None
@@ -330,16 +301,19 @@ class Keeping:
             if wait:
                 self._writer.wait(last=True)
 
-    # -- the end --------------------------------------------------------------------------------
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Give the directory back, once the checkpoint that is being written is complete.
+    def close(self) -> None:
+        """Give the directory back.
 
         Nobody says where the user's loop ends, so no end is saved: a script that is started again
         trains the steps since its newest checkpoint again, with the same result.
         """
-        if self._held is not None and self._process == os.getpid():
-            self._let_go()
+        self._held.close()
+
+
+def model_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of the model, by name: its state, and its calls under `past/`."""
+    kept = {name: array for name, array in arrays.items() if name.startswith((STATE, PAST))}
+    return {name.removeprefix(STATE): array for name, array in kept.items()}
 
 
 def _classes(objects: Sequence[Any]) -> list[str]:
