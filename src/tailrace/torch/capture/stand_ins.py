@@ -29,8 +29,8 @@ class StandIn(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name not in _FORMS:
             raise ProgramError(
-                f"A module cannot become one program where Python reads what it computes, as in a text: "
-                f"{name} does. Return the tensor, and read it after the call."
+                f"A module cannot become one program where Python reads what it computes, as in a "
+                f"text: {name} does. Return the tensor, and read it after the call."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -40,8 +40,8 @@ class StandIn(torch.Tensor):
 
     def __format__(self, _: str) -> str:
         raise ProgramError(
-            "A module cannot become one program where Python reads what it computes, as in a text: "
-            "a format does. Return the tensor, and read it after the call."
+            "A module cannot become one program where Python reads what it computes, as in a "
+            "text: a format does. Return the tensor, and read it after the call."
         )
 
 
