@@ -1,6 +1,7 @@
 """PyTorch's operator samples as ATen graphs, evaluated by the lowerings."""
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,13 @@ def captured(function, tensors):
         found.append(gm)
         return gm.forward
 
+    whole: Any = Called(function)
     # Tensors that the function has besides its arguments are constants.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         aot_module_simplified(
-            Called(function),
+            whole,
             [mode.from_tensor(t) for t in tensors],
             fw_compiler=keep,
             decompositions=decompositions(),

@@ -199,7 +199,7 @@ def _scattered(x: TensorLike, dim: int, index: TensorLike, source: TensorLike, h
 
 
 def _written(place: Any, values: TensorLike, how: str) -> Any:
-    """Values written to a place; a sum of booleans is whether one is true, a product whether all are."""
+    """Values written to a place. A sum of booleans is whether one is true, a product whether all."""
     if values.dtype == BOOL:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     return getattr(place, how)(values)
