@@ -177,12 +177,14 @@ def test_autocast_reaches_what_stays_whole(device):
     def cast(function):
         def run(*tensors):
             # As `torch.autocast` does, which refuses "cuda" where there is none.
+            held = torch.get_autocast_dtype(device)
             torch.set_autocast_enabled(device, True)
             torch.set_autocast_dtype(device, torch.bfloat16)
             try:
                 return function(*tensors)
             finally:
                 torch.set_autocast_enabled(device, False)
+                torch.set_autocast_dtype(device, held)
 
         return run
 
@@ -291,11 +293,14 @@ def test_a_missing_lowering_names_operation_module_and_line():
 
 
 def test_a_lowering_that_refuses_says_where():
-    with pytest.raises(ProgramError, match="An index may be no mask on the device"):
-        graph = torch.fx.Graph()
-        x, mask = graph.placeholder("x"), graph.placeholder("mask")
-        graph.output((graph.call_function(torch.ops.aten.index.Tensor, (x, [mask])),))
-        evaluate(torch.fx.GraphModule({}, graph), [jnp.ones(3), jnp.ones(3, bool)], KEY)
+    graph = torch.fx.Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    node = graph.call_function(torch.ops.aten.index.Tensor, (x, [mask]))
+    node.meta["stack_trace"] = "    y = x[mask]"
+    graph.output((node,))
+    module = torch.fx.GraphModule({}, graph)
+    with pytest.raises(ProgramError, match=r"no mask on the device.*called by `y = x\[mask\]`"):
+        evaluate(module, [jnp.ones(3), jnp.ones(3, bool)], KEY)
 
 
 def test_what_depends_on_no_input_is_known():

@@ -10,6 +10,7 @@ In: a `torch.nn.Module`, an optimizer, and tensors. Out: tensors, and weights co
     programs    device programs of a call
     tracing     from a module to a JAX function
     capture     the same by PyTorch's front end for compilers, for modules that cannot be traced
+    lowerings   ATen operations in JAX, and graphs of them evaluated
     torchax     operators and behaviour of PyTorch that torchax lacks
     optim       optimizers
 

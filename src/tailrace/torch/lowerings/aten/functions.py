@@ -15,6 +15,7 @@ from tailrace.torch.lowerings.promotion import (
     as_dtype,
     common_dtype,
     default_float,
+    in_wide_dtype,
     is_complex,
     is_inexact,
     wide,
@@ -70,6 +71,31 @@ for _packet, _function in {
     aten.tanh: jnp.tanh,
 }.items():
     lowering(_packet.default)(_of_floats(_function))
+
+for _packet, _function in {
+    aten.special_i0e: jax.scipy.special.i0e,
+    aten.special_i1: jax.scipy.special.i1,
+    aten.special_i1e: jax.scipy.special.i1e,
+    aten.special_ndtri: jax.scipy.special.ndtri,
+}.items():
+    lowering(_packet.default)(_of_floats(_function))
+
+
+def _of_two(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: TensorLike, other: TensorLike) -> Any:
+        (x, other), dtype = in_wide_dtype(x, other, floats=True)
+        return function(*jnp.broadcast_arrays(x, other)).astype(dtype)
+
+    return run
+
+
+lowering(aten.igamma.default)(_of_two(jax.scipy.special.gammainc))
+lowering(aten.igammac.default)(_of_two(jax.scipy.special.gammaincc))
+lowering(
+    aten.special_zeta.default,
+    aten.special_zeta.self_scalar,
+    aten.special_zeta.other_scalar,
+)(_of_two(compositions.COMPOSITIONS[aten.special_zeta]))
 
 
 @lowering(aten.special_log_ndtr.default)
@@ -183,10 +209,13 @@ def nan_to_num(
     if not is_inexact(x.dtype):
         return x
     limits = jnp.finfo(x.dtype)
-    nan = 0.0 if nan is None else nan
-    posinf = limits.max if posinf is None else posinf
-    neginf = limits.min if neginf is None else neginf
-    return jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+    high, low = (float(limits.max), float(limits.min))
+    return jnp.nan_to_num(
+        x,
+        nan=0.0 if nan is None else nan,
+        posinf=high if posinf is None else posinf,
+        neginf=low if neginf is None else neginf,
+    )
 
 
 @lowering(aten.clamp.default, aten.clamp.Tensor)

@@ -11,7 +11,7 @@ import torch
 
 from tailrace.base.array_like import TensorLike
 from tailrace.errors import ProgramError
-from tailrace.torch.lowerings.promotion import as_dtype, default_int, is_inexact
+from tailrace.torch.lowerings.promotion import BOOL, as_dtype, default_int, is_inexact
 from tailrace.torch.lowerings.table import lowering
 from tailrace.torch.torchax.ops import compositions
 
@@ -86,6 +86,8 @@ def embedding_bag(
 @lowering(aten.gather.default)
 def gather(x: TensorLike, dim: int, index: TensorLike, *, sparse_grad: bool = False) -> Any:
     """An entry along a dim for each index."""
+    if not index.size:
+        return jnp.zeros(index.shape, x.dtype)
     if not x.ndim or not index.ndim:
         flat = x.reshape(-1)[index.reshape(-1)]
         return flat.reshape(index.shape)
@@ -135,8 +137,7 @@ def index_put(
     masks = [one for one in indices if one is not None and one.dtype in (bool, jnp.uint8)]
     if masks:
         return _put_by_mask(x, indices, values, accumulate)
-    place = x.at[_key(x, indices)]
-    return place.add(values) if accumulate else place.set(values)
+    return _written(x.at[_key(x, indices)], values, "add" if accumulate else "set")
 
 
 def _put_by_mask(
@@ -161,7 +162,9 @@ def _put_by_mask(
         order = jnp.cumsum(mask.ravel()) - 1
         found = jnp.take(values, order, entries, mode="clip")
         new = found.reshape(*values.shape[:entries], *mask.shape, *values.shape[entries + 1 :])
-    return jnp.where(spread, x + new if accumulate else new, x)
+    if accumulate:
+        new = x | new if x.dtype == BOOL else x + new
+    return jnp.where(spread, new, x)
 
 
 @lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -192,7 +195,14 @@ def _scattered(x: TensorLike, dim: int, index: TensorLike, source: TensorLike, h
     source = as_dtype(source, x.dtype)
     if source.ndim:
         source = source[tuple(slice(n) for n in index.shape)]
-    return getattr(x.at[_spots(index, dim)], how)(source)
+    return _written(x.at[_spots(index, dim)], source, how)
+
+
+def _written(place: Any, values: TensorLike, how: str) -> Any:
+    """Values written to a place. A sum of booleans is whether one is true, a product whether all."""
+    if values.dtype == BOOL:
+        how = {"add": "max", "multiply": "min"}.get(how, how)
+    return getattr(place, how)(values)
 
 
 @lowering(aten.scatter.src, aten.scatter.value)
@@ -305,6 +315,38 @@ def index_fill(x: TensorLike, dim: int, index: TensorLike, value: TensorLike) ->
         return jnp.broadcast_to(as_dtype(value, x.dtype), ())
     at = (*(slice(None),) * (dim % x.ndim), index.reshape(-1))
     return x.at[at].set(as_dtype(value, x.dtype))
+
+
+@lowering(aten.index_reduce.default)
+def index_reduce(
+    x: TensorLike,
+    dim: int,
+    index: TensorLike,
+    source: TensorLike,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """With slices reduced along a dim."""
+    if not source.ndim:
+        x, source = x.reshape(1), source.reshape(1)
+        return index_reduce(x, 0, index, source, reduce, include_self=include_self).reshape(())
+    shape = [1] * source.ndim
+    shape[dim] = -1
+    places = jnp.broadcast_to(index.reshape(shape), source.shape)
+    return scatter_reduce(x, dim, places, source, reduce, include_self=include_self)
+
+
+@lowering(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats: TensorLike, *, output_size: int | None = None) -> Any:
+    """The numbers of entries, each as often as it is counted."""
+    if output_size is None:
+        raise ProgramError(
+            "repeat_interleave with a tensor of counts needs to know how many entries that makes. "
+            "Received: no output_size. Pass output_size=."
+        )
+    places = jnp.arange(repeats.shape[0], dtype=default_int())
+    return jnp.repeat(places, repeats, total_repeat_length=output_size)
 
 
 @lowering(aten.take.default)

@@ -237,7 +237,8 @@ def roll(x: TensorLike, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
 @lowering(aten.unfold.default)
 def unfold(x: TensorLike, dimension: int, size: int, step: int) -> Any:
     """Windows along a dim, as the last dim."""
-    x = x if x.ndim else x.reshape(1)
+    if not x.ndim:
+        return x.reshape(1)[:size]
     count = (x.shape[dimension] - size) // step + 1
     index = np.arange(count)[:, None] * step + np.arange(size)
     windows = jnp.take(x, index, dimension)
