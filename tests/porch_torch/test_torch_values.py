@@ -256,7 +256,7 @@ def test_distributions_are_not_checked_inside_and_are_outside():
         (lambda x, scale: torch.bincount(x.long().flatten()), r"bincount does that.*one_hot"),
         (lambda x, scale: x.nonzero() * scale, r"nonzero does that.*torch\.where\(mask"),
         (lambda x, scale: x * x.sum().item() * scale, "item does that.*tt.print_tensor"),
-        (lambda x, scale: (f"{x.sum():.2f}", scale)[1], "__format__ does that.*tt.print_tensor"),
+        (lambda x, scale: (f"{x.sum():.2f}", scale), "__format__ does that.*tt.print_tensor"),
         (lambda x, scale: functional.one_hot(x.long()) * scale, "Give it the number of classes"),
         (lambda x, scale: x if x.sum() > 0 else scale, "Python cannot branch.*Use torch.where"),
         (
