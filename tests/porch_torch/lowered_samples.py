@@ -1,6 +1,7 @@
 """PyTorch's operator samples as ATen graphs, evaluated by the lowerings."""
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +33,17 @@ def captured(function, tensors):
     """The functional graph of ATen operations of a function of tensors, as AOTAutograd makes it."""
     found = []
 
-    def keep(graph, _):
-        found.append(graph)
-        return graph.forward
+    def keep(gm, example_inputs):
+        found.append(gm)
+        return gm.forward
 
+    whole: Any = Called(function)
     # Tensors that the function has besides its arguments are constants.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         aot_module_simplified(
-            Called(function),
+            whole,
             [mode.from_tensor(t) for t in tensors],
             fw_compiler=keep,
             decompositions=decompositions(),
@@ -72,7 +74,9 @@ def evaluated(function, sample, reached):
         for number, value in zip(moved, some, strict=True):
             arrays[number] = value
         # Inputs that the function has written are returned before what it returns.
-        found = evaluate(graph, arrays, jax.random.key(0))[-len(which) :]
+        # Before both are the tokens of what has an effect.
+        tokens = [None] * (len(graph.graph.find_nodes(op="placeholder")) - len(arrays))
+        found = evaluate(graph, tokens + arrays, jax.random.key(0))[-len(which) :]
         size = 0.0
         with jax.numpy_dtype_promotion("standard"):
             for leaf, one in zip(found, which, strict=True):

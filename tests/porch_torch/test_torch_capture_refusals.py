@@ -39,6 +39,11 @@ def selects(m, x):
     return x[x > 0]
 
 
+def formats(m, x):
+    m.text = f"{x.sum():.2f}"
+    return x
+
+
 def prints(m, x):
     print("a line")
     return x
@@ -87,6 +92,7 @@ def has_a_block(m, x):
         ),
         (reads, r"refusals.py:\d+ reads the value of a tensor"),
         (selects, r"refusals.py:\d+ has a result whose shape depends on.*torch.where"),
+        (formats, "reads what it computes, as in a text.*Return the tensor"),
         (prints, r"\(print\(\"a line\"\)\) prints"),
         (raises, "ValueError in forward: of the user's own .*refusals.py"),
         (draws, "draws from Python's random numbers.*torch.rand"),

@@ -177,12 +177,14 @@ def test_autocast_reaches_what_stays_whole(device):
     def cast(function):
         def run(*tensors):
             # As `torch.autocast` does, which refuses "cuda" where there is none.
+            held = torch.get_autocast_dtype(device)
             torch.set_autocast_enabled(device, True)
             torch.set_autocast_dtype(device, torch.bfloat16)
             try:
                 return function(*tensors)
             finally:
                 torch.set_autocast_enabled(device, False)
+                torch.set_autocast_dtype(device, held)
 
         return run
 

@@ -9,6 +9,8 @@ In: a `torch.nn.Module`, an optimizer, and tensors. Out: tensors, and weights co
     calls       inputs, options, loaders and outputs of a call
     programs    device programs of a call
     tracing     from a module to a JAX function
+    capture     the same by PyTorch's front end for compilers, for modules that cannot be traced
+    lowerings   ATen operations in JAX, and graphs of them evaluated
     torchax     operators and behaviour of PyTorch that torchax lacks
     optim       optimizers, schedules
     resuming    checkpoints of a training whose loop is the user's own

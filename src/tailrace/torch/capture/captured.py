@@ -20,6 +20,7 @@ from tailrace.torch.capture.places import name_modules
 from tailrace.torch.capture.rebinding import Rebinding
 from tailrace.torch.capture.refusals import refuse_values, refused
 from tailrace.torch.capture.sources import Source, sources_of
+from tailrace.torch.capture.stand_ins import stand_in
 from tailrace.torch.tracing.attributes import attributes_put_back
 
 
@@ -106,7 +107,7 @@ class _Backend:
 
         def run(*inputs: Any) -> list[Any]:
             # Called once. Dynamo builds what forward returns around these.
-            self.inputs, self.outputs = inputs, [_stand_in(value) for value in values]
+            self.inputs, self.outputs = inputs, [stand_in(value) for value in values]
             self.made |= {id(tensor): number for number, tensor in enumerate(self.outputs)}
             return self.outputs
 
@@ -160,6 +161,8 @@ def capture(
         )
         try:
             output, extra = compiled(*args, **kwargs)
+        except TailraceError:
+            raise
         except Exception as error:
             if isinstance(backend.error, TailraceError):
                 raise backend.error from None
@@ -241,10 +244,3 @@ def _written(backend: _Backend, sources: Sequence[Source]) -> dict[int, int]:
 
 def _has_gradient(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _stand_in(value: Any) -> Any:
-    """A tensor of that form, which costs nothing and has no meaning."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))

@@ -20,7 +20,7 @@ class Source:
         kind: "parameter", "buffer", "argument" or "constant".
         name: its name in the module; of a tensor in several places, that of the first.
         number: of an argument, which of the call's tensors it is.
-        tensor: the tensor, or the number that stands instead of one.
+        tensor: the tensor; a number of Python is itself.
     """
 
     kind: str

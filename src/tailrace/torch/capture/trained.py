@@ -27,7 +27,7 @@ def trained(captured: CapturedGraph, loss: Any, module: str) -> int:
     """Which result of the graph is the loss.
 
     Raises:
-        ProgramError: there is none, or it cannot be told.
+        ProgramError: no value can be trained, or several could be meant.
     """
     output = captured.output
     named = [(path or "0", tensor) for path, tensor in tensors_in(output)]

@@ -20,6 +20,7 @@ from tailrace.torch.lowerings.aten import activations as activations
 from tailrace.torch.lowerings.aten import arithmetic as arithmetic
 from tailrace.torch.lowerings.aten import backwards as backwards
 from tailrace.torch.lowerings.aten import convolutions as convolutions
+from tailrace.torch.lowerings.aten import effects as effects
 from tailrace.torch.lowerings.aten import fourier as fourier
 from tailrace.torch.lowerings.aten import functions as functions
 from tailrace.torch.lowerings.aten import indexing as indexing

@@ -19,6 +19,7 @@ import numpy as np
 
 from tailrace.base.array_like import TensorLike
 from tailrace.devices import devices
+from tailrace.jaxprs.internals import Tracer
 
 BLOCK = 512
 """The queries per block."""
@@ -99,7 +100,7 @@ def _is_worth_padding(query: TensorLike, key: TensorLike) -> bool:
 def _recognised(mask: TensorLike, is_causal: bool, rows: int, columns: int) -> tuple[Any, bool]:
     """The mask and whether it is causal: one that is known and hides nothing is none, and one that
     hides what is later is causality."""
-    if mask is None or is_causal or isinstance(mask, jax.core.Tracer):
+    if mask is None or is_causal or isinstance(mask, Tracer):
         return mask, is_causal
     held = np.asarray(mask)
     if held.dtype == bool:
@@ -129,7 +130,7 @@ def _fused(
     query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
     boolean = mask is not None and mask.dtype == bool
     batch, rows, columns = query.shape[0], query.shape[1], key.shape[1]
-    lengths = {}
+    lengths: dict[str, Any] = {}
     if rows % 2 or columns % 2:
         query, key, value = map(_padded, (query, key, value))
         # Causality alone hides the keys that were added.

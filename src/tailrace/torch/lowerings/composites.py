@@ -254,11 +254,14 @@ def _route_detach(input: torch.Tensor) -> torch.Tensor:
     return torch.ops.tailrace.stop_gradient(input)
 
 
+_bindings: Any = getattr(torch._C, "_nn")  # noqa: B009
+"""Functions of PyTorch below those that it documents; Dynamo has either in its graph."""
+
 ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.scaled_dot_product_attention: _route_attention,
-    torch._C._nn.scaled_dot_product_attention: _route_attention,
+    _bindings.scaled_dot_product_attention: _route_attention,
     functional.cross_entropy: _route_cross_entropy,
-    torch._C._nn.cross_entropy_loss: _route_cross_entropy_loss,
+    _bindings.cross_entropy_loss: _route_cross_entropy_loss,
     functional.embedding: _route_embedding,
     torch.detach: _route_detach,
     torch.Tensor.detach: _route_detach,

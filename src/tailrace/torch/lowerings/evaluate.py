@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.fx.node import map_arg
 
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.arrays import array_of
@@ -71,7 +72,7 @@ class _Evaluation:
         return []
 
     def _given(self, argument: Any) -> Any:
-        return torch.fx.node.map_arg(argument, lambda node: self.values[node])
+        return map_arg(argument, lambda node: self.values[node])
 
     def _constant(self, node: torch.fx.Node) -> Any:
         found: Any = self.graph_module
@@ -116,7 +117,8 @@ def lowering_of(node: torch.fx.Node) -> Any:
             return BY_NAME[target._schema.name]
         if target is operator.getitem or getattr(target, "__module__", "") == "_operator":
             return target
-    reason = f": {REFUSED[node.target]}" if node.target in REFUSED else ""
+    why = REFUSED.get(target) if isinstance(target := node.target, torch._ops.OpOverload) else None
+    reason = f": {why}" if why else ""
     raise ProgramError(
         f"{node.target} has no form that runs on the device{reason}{place(node)}. Compute it by other "
         f"operations, or outside of the module."

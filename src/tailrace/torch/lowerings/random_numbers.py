@@ -208,7 +208,7 @@ def normal_of(
 def normal_around(mean: Any, std: Any = 1.0, *, generator: object = None) -> Any:
     """Normal numbers, each of its own mean or deviation."""
     arrays = [part for part in (mean, std) if hasattr(part, "dtype")]
-    shape = jnp.broadcast_shapes(*(part.shape for part in arrays))
+    shape: Any = jnp.broadcast_shapes(*(part.shape for part in arrays))
     return _normal(shape, arrays[0].dtype, mean, std)
 
 

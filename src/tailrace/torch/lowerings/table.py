@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+LOWERINGS: dict[Any, Callable[..., Any]] = {}
 """By overload. A lowering takes JAX values, and numbers, lists and dtypes as the graph has them, and
 returns a JAX value or a tuple of them; where results are is not its business, so `device`, `layout`,
 `pin_memory` and `memory_format` are taken off before."""
@@ -18,7 +16,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {}
 """Lowerings of operations that other packages register when they are imported, by `package::name`."""
 
 
-def lowering(*overloads: torch._ops.OpOverload) -> Callable[[F], F]:
+def lowering(*overloads: Any) -> Callable[[F], F]:
     """Register a function as the lowering of these operations."""
 
     def register(function: F) -> F:

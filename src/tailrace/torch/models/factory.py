@@ -29,7 +29,8 @@ def training_model(
 
     A call takes the arguments of the module's `forward`, with the rows of all microbatches of the call
     in dim 0, trains `device_iterations` steps and returns the results of `forward`. The loss is the
-    result of a PyTorch loss function, or of `tt.identity_loss`, in `forward`.
+    result of a PyTorch loss function, or of `tt.identity_loss`, in `forward`; otherwise `.loss` or
+    `["loss"]` of what it returns, the only scalar with a gradient, or the one that depends on all.
 
     Args:
         module: the module; its forward computes the loss.

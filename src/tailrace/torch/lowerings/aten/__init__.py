@@ -16,4 +16,5 @@ losses           those that stay whole
 resizing         of images
 fourier          transforms
 backwards        backward passes that stand in a graph
+    effects          what is done in order
 """

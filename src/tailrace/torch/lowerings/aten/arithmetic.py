@@ -152,8 +152,6 @@ def power(x: TensorLike, exponent: TensorLike) -> Any:
     if isinstance(exponent, int) and not isinstance(exponent, bool):
         return _power(as_dtype(x, dtype), exponent).astype(dtype)
     (x, exponent), _ = in_wide_dtype(x, exponent)
-    if not hasattr(x, "devices") and not isinstance(x, jax.core.Tracer):
-        x = jnp.asarray(x)
     if is_complex(dtype):
         return jnp.power(x, exponent)
     return _power(jnp.asarray(x), jnp.asarray(exponent)).astype(dtype)

@@ -209,10 +209,13 @@ def nan_to_num(
     if not is_inexact(x.dtype):
         return x
     limits = jnp.finfo(x.dtype)
-    nan = 0.0 if nan is None else nan
-    posinf = limits.max if posinf is None else posinf
-    neginf = limits.min if neginf is None else neginf
-    return jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+    high, low = (float(limits.max), float(limits.min))
+    return jnp.nan_to_num(
+        x,
+        nan=0.0 if nan is None else nan,
+        posinf=high if posinf is None else posinf,
+        neginf=low if neginf is None else neginf,
+    )
 
 
 @lowering(aten.clamp.default, aten.clamp.Tensor)

@@ -11,7 +11,7 @@ import torch
 
 from tailrace.base.array_like import TensorLike
 from tailrace.errors import ProgramError
-from tailrace.torch.lowerings.promotion import as_dtype, default_int, is_inexact
+from tailrace.torch.lowerings.promotion import BOOL, as_dtype, default_int, is_inexact
 from tailrace.torch.lowerings.table import lowering
 from tailrace.torch.torchax.ops import compositions
 
@@ -137,8 +137,7 @@ def index_put(
     masks = [one for one in indices if one is not None and one.dtype in (bool, jnp.uint8)]
     if masks:
         return _put_by_mask(x, indices, values, accumulate)
-    place = x.at[_key(x, indices)]
-    return place.add(values) if accumulate else place.set(values)
+    return _written(x.at[_key(x, indices)], values, "add" if accumulate else "set")
 
 
 def _put_by_mask(
@@ -163,7 +162,9 @@ def _put_by_mask(
         order = jnp.cumsum(mask.ravel()) - 1
         found = jnp.take(values, order, entries, mode="clip")
         new = found.reshape(*values.shape[:entries], *mask.shape, *values.shape[entries + 1 :])
-    return jnp.where(spread, x + new if accumulate else new, x)
+    if accumulate:
+        new = x | new if x.dtype == BOOL else x + new
+    return jnp.where(spread, new, x)
 
 
 @lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -194,7 +195,14 @@ def _scattered(x: TensorLike, dim: int, index: TensorLike, source: TensorLike, h
     source = as_dtype(source, x.dtype)
     if source.ndim:
         source = source[tuple(slice(n) for n in index.shape)]
-    return getattr(x.at[_spots(index, dim)], how)(source)
+    return _written(x.at[_spots(index, dim)], source, how)
+
+
+def _written(place: Any, values: TensorLike, how: str) -> Any:
+    """Values written to a place. A sum of booleans is whether one is true, a product whether all."""
+    if values.dtype == BOOL:
+        how = {"add": "max", "multiply": "min"}.get(how, how)
+    return getattr(place, how)(values)
 
 
 @lowering(aten.scatter.src, aten.scatter.value)

@@ -137,7 +137,6 @@ for _overload, _function in {
     aten.lu_unpack.default: compositions.COMPOSITIONS[aten.lu_unpack.default],
     aten.linalg_lu_solve.default: matrices.MATRICES[aten.linalg_lu_solve.default],
     aten.cholesky.default: compositions.COMPOSITIONS[aten.cholesky.default],
-    aten._linalg_solve_ex.default: matrices.MATRICES[aten._linalg_solve_ex.default],
     aten.cholesky_solve.default: matrices.MATRICES[aten.cholesky_solve.default],
     aten.linalg_householder_product.default: matrices.MATRICES[
         aten.linalg_householder_product.default
@@ -145,6 +144,16 @@ for _overload, _function in {
     aten.linalg_matrix_exp.default: matrices.MATRICES[aten.linalg_matrix_exp.default],
 }.items():
     lowering(_overload)(_function)
+
+
+@lowering(aten._linalg_solve_ex.default)
+def solve(
+    a: TensorLike, b: TensorLike, *, left: bool = True, check_errors: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """The solution of a system; factors and pivots, which PyTorch keeps for its backward pass, are
+    empty here, and 0: whether there is one is not known before it runs."""
+    found, info = matrices.MATRICES[aten._linalg_solve_ex.default](a, b, left=left)
+    return found, jnp.zeros(a.shape, a.dtype), jnp.zeros(a.shape[:-1], jnp.int32), info
 
 
 @lowering(aten.linalg_inv_ex.default)
@@ -232,7 +241,8 @@ def trace(x: TensorLike) -> Any:
 @lowering(aten.linalg_cross.default)
 def cross(x: TensorLike, other: TensorLike, *, dim: int = -1) -> Any:
     """The vector at right angles to two."""
-    return jnp.cross(*jnp.broadcast_arrays(x, other), axis=dim)
+    one, two = jnp.broadcast_arrays(x, other)
+    return jnp.cross(one, two, axis=dim)
 
 
 @lowering(aten.linalg_lu_factor_ex.default)

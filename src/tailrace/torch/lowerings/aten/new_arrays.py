@@ -118,13 +118,17 @@ def fill_with(x: TensorLike, value: TensorLike) -> Any:
 
 
 def _steps(start: float, end: float, step: float, dtype: torch.dtype | None) -> Any:
+    if dtype == torch.int64:
+        start, end, step = int(start), int(end), int(step)
     numbers = (start, end, step)
     whole = all(isinstance(number, int) for number in numbers)
     wanted = (
         (default_int() if whole else default_float()) if dtype is None else dtype_on_device(dtype)
     )
     count = max(0, math.ceil((end - start) / step))
-    if whole and jnp.issubdtype(wanted, jnp.integer):
+    if not jnp.issubdtype(wanted, jnp.inexact):
+        start, step, whole = int(start), int(step), True
+    if jnp.issubdtype(wanted, jnp.integer) and step:
         return jnp.arange(start, start + count * step, step, wanted)
     # As PyTorch: each number by itself, in 64 bits, and only then in the dtype.
     kind = np.int64 if whole else np.float64
