@@ -485,10 +485,7 @@ def _lengths(size: int, width: int) -> np.ndarray:
 
 
 class StatsKey(tuple[tuple[Any, ...], ...]):
-    """The key of packed statistics: (key, size) of each tensor in the pack.
-
-    Of a sharded tensor (key, size, rows): it is not cut into rows of one width.
-    """
+    """The key of packed statistics: (key, size) of each tensor; of sharded ones (key, size, rows)."""
 
     __slots__ = ()
 
@@ -496,8 +493,8 @@ class StatsKey(tuple[tuple[Any, ...], ...]):
         """Each tensor in the pack: key, size, rows."""
         found: list[tuple[Hashable, int, slice]] = []
         start = 0
-        for key, size, *other in self:
-            rows = other[0] if other else len(row_lengths(size))
-            found.append((key, size, slice(start, start + rows)))
-            start += rows
+        for key, size, *rows in self:
+            end = start + (rows[0] if rows else len(row_lengths(size)))
+            found.append((key, size, slice(start, end)))
+            start = end
         return found

@@ -399,7 +399,8 @@ class Trainer(Measuring, LookingBack):
         with self._fits.reading():
             placement, params = self.engine.placement, self.engine.state.params
             params = jax.tree.map(lambda leaf: np.array(placement.readable(leaf)), params)
-        return params if self.pipeline is None else self.pipeline.tie(params)
+        params = params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(params)
 
     @property
     def ema_params(self) -> Any:
