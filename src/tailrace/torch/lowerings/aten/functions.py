@@ -21,7 +21,7 @@ from tailrace.torch.lowerings.promotion import (
     wide,
 )
 from tailrace.torch.lowerings.table import lowering
-from tailrace.torch.torchax.ops import compositions, elementwise
+from tailrace.torch.torchax.ops import compositions, elementwise, special_functions
 
 aten = torch.ops.aten
 
@@ -96,6 +96,11 @@ lowering(
     aten.special_zeta.self_scalar,
     aten.special_zeta.other_scalar,
 )(_of_two(compositions.COMPOSITIONS[aten.special_zeta]))
+
+for _packet, _function in special_functions.SPECIAL.items():
+    _names = [name for name in _packet.overloads() if "out" not in name]
+    _run = _of_floats(_function) if _names == ["default"] and "bessel" in str(_packet) else None
+    lowering(*(getattr(_packet, name) for name in _names))(_run or _of_two(_function))
 
 
 @lowering(aten.special_log_ndtr.default)
@@ -258,7 +263,7 @@ def conj(x: TensorLike) -> Any:
 
 @lowering(aten.resolve_conj.default, aten.resolve_neg.default)
 def resolved(x: TensorLike) -> Any:
-    """What a conjugate that PyTorch puts off stands for; here none is put off."""
+    """The conjugate that PyTorch puts off; here none is put off."""
     return x
 
 

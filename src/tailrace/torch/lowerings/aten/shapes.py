@@ -319,13 +319,13 @@ def constant_pad_nd(x: TensorLike, pad: Sequence[int], value: complex = 0) -> An
 
 def _padded(x: TensorLike, padding: Sequence[int], mode: str) -> Any:
     widths = [(0, 0)] * x.ndim
+    cuts = [slice(None)] * x.ndim
     for number, (low, high) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         dim = x.ndim - 1 - number
-        # What is cut off is cut before: the border is that of the rest.
-        first, last = max(0, -low), x.shape[dim] - max(0, -high)
-        x = jax.lax.slice_in_dim(x, first, last, 1, dim)
         widths[dim] = (max(0, low), max(0, high))
-    return jnp.pad(x, widths, mode=mode)
+        cuts[dim] = slice(max(0, -low), min(0, high) or None)
+    # What is cut off is cut afterwards: the border is that of the whole.
+    return jnp.pad(x, widths, mode=mode)[tuple(cuts)]
 
 
 @lowering(
