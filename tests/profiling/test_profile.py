@@ -134,6 +134,20 @@ def test_memory_has_owners(made):
     assert list(profile.memory.values()) == sorted(profile.memory.values(), reverse=True)
 
 
+def test_a_loop_overwrites_its_state():
+    weights = {f"w{number}": np.ones((64, 64), np.float32) for number in range(3)}
+
+    def loss(w, x):
+        for each in w.values():
+            x = jnp.tanh(x @ each)
+        return x.mean()
+
+    optimizer, batch = optax.sgd(0.01, momentum=0.9), np.ones((2, 64), np.float32)
+    one = tr.Trainer(loss, optimizer, weights, steps_per_execution=2)
+    found = one.profile([batch] * 40, executions=1).memory
+    assert sum(found.values()) <= 1.2 * one.explain(batch).peak_bytes, found
+
+
 def test_it_is_kept_with_the_run_and_reported(made, run_dir, capsys):
     _, profile, _, _ = made
     assert Profile.load(run_dir / "profile.json") == profile

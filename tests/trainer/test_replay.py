@@ -15,7 +15,7 @@ from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataError, DataExhausted, OptionError
 from tailrace.records.records import Records
 from tailrace.trainer.lookback.comparison import Comparison
-from tailrace.trainer.lookback.outcome import Difference, Replay
+from tailrace.trainer.lookback.outcome import NEVER_COMPARED, Difference, Replay
 from tailrace.trainer.lookback.recorded import Recorded
 from tailrace.trainer.lookback.replay import replay
 from tailrace.trainer.lookback.rerun import Rerun
@@ -120,6 +120,32 @@ def test_recorded_fingerprints_are_compared_by_any_trainer(plain):
     assert found, str(found)  # though nothing was observed
     assert (found.proved, len(found)) == (True, 0)
     assert "fingerprint of parameters" in found.evidence
+
+
+def test_it_is_listed_what_is_compared_and_what_is_not(plain):
+    trainer, folder = plain
+    found = trainer.replay(7, data(), checkpoint=folder)
+    groups = ("parameters", "optimizer", "model_state", "gradients", "loss", "elements")
+    names = ["loss", "form of elements", *(f"fingerprint of {group}" for group in groups)]
+    assert sorted(found.compared) == sorted(names)
+    assert found.not_compared == list(NEVER_COMPARED)
+    assert f"not compared: {NEVER_COMPARED[0]}" in str(found)
+
+
+def test_elements_of_another_dtype_are_a_difference(tmp_path):
+    def summed(w, x):
+        return (w * x.astype(jnp.float32)).sum()
+
+    def replayed(dtype):
+        numbers = tr.batches(np.arange(32, dtype=dtype), 4)
+        return trainer.replay(2, numbers, checkpoint=tmp_path)
+
+    trainer = tr.Trainer(summed, optax.sgd(0.1), jnp.float32(1), fingerprint=True)
+    trainer.fit(tr.batches(np.arange(32, dtype=np.int32), 4), steps=4, checkpoint=tmp_path)
+    assert replayed(np.int32).proved is True
+    assert "fingerprint of model_state" not in replayed(np.int32).not_compared  # there is none
+    (differs,) = replayed(np.uint32).differences  # the same bits
+    assert str(differs) == "step 0: form of elements int32[4] recorded, uint32[4] replayed"
 
 
 def test_a_trainer_of_another_process_finds_the_record_in_later_checkpoints(plain):
@@ -364,7 +390,8 @@ def test_without_fingerprints_losses_are_compared(tmp_path):
     trainer = trainer_of(fingerprint=False)
     trainer.fit(data(), steps=6, checkpoint=tmp_path)
     found = trainer.replay(4, data(), checkpoint=tmp_path)
-    assert (found.proved, found.evidence) == (True, "loss")
+    assert (found.proved, found.evidence) == (True, "loss, form of elements")
+    assert found.not_compared[0] == "fingerprint of parameters"
     # The loss of the first step is that of the checkpoint's parameters, whatever the optimizer does.
     other = optax.sgd(0.06, momentum=0.5)
     changed = tr.Trainer(loss_fn, other, mlp(), model_state=STATE)

@@ -51,11 +51,18 @@ def _peak(
         if one.is_root:  # the caller uses it, after the last instruction
             for each in buffers[one.name]:
                 last.update(dict.fromkeys(each, len(instructions)))
+    # What an inner computation returns is in the buffers of its caller: of a loop, those of its carry,
+    # which XLA overwrites.
+    of_caller: set[str] = set()
+    if owner is None:
+        roots = [one for one in instructions if one.is_root]
+        of_caller.update(b for one in roots for each in buffers[one.name] for b in each)
     alive: dict[str, tuple[str, int]] = {}
     most, found = 0, {}
     for place, one in enumerate(instructions):
         # Otherwise its result is one of its operands' buffers.
-        if one.name in {b for each in buffers[one.name] for b in each}:
+        made = {b for each in buffers[one.name] for b in each}
+        if one.name in made and one.name not in of_caller:
             whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
             # Without a scope, and returned: the arrays to which every iteration adds its results.
             if owner and whose == Phase.LOOP and last.get(one.name) == len(instructions):

@@ -11,7 +11,7 @@ from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.history import SKIPPED, leading, one_of, step_means
 from tailrace.trainer.executions import Results
-from tailrace.trainer.lookback.outcome import Difference, Replay
+from tailrace.trainer.lookback.outcome import FORM, Difference, Replay
 from tailrace.trainer.lookback.recorded import (
     WEIGHTS,
     Recorded,
@@ -38,6 +38,7 @@ class Comparison:
             otherwise there (a `logsumexp` of a tapped activation on a CPU, by one bit), while loss and
             state are bit-equal: only the step without taps can say.
         compared: what was compared.
+        nothing_there: groups of tensors that this training does not have, such as a model state.
     """
 
     def __init__(self, recorded: Recorded, all_known: bool = True) -> None:
@@ -45,10 +46,19 @@ class Comparison:
         self.differences: list[Difference] = []
         self.in_doubt: list[Difference] = []
         self.compared: list[str] = []
+        self.nothing_there: set[str] = set()
         self._steps: set[int] = set()
         self._losses: list[np.ndarray] = []
         self._elements: list[np.ndarray] = []
         self._first: int | None = None
+
+    def take_form(self, step: int, was: str | None, found: str) -> None:
+        """Take in the dtypes and shapes of elements; bits alone say neither."""
+        if not was:
+            return  # an earlier version did not keep them
+        self.compared.append(FORM)
+        if was != found:
+            self.differences.insert(0, Difference(step, FORM, was, found))  # the cause of others
 
     def take_all(self, several: Iterable[Results]) -> None:
         """Take in dispatches."""
@@ -126,6 +136,8 @@ class Comparison:
         if found and whole:
             found |= self._of_whole(start, end)
         if found:
+            # The digest of no tensors is 0, which also says that none was computed.
+            self.nothing_there |= {g for g in found if not (found[g] or was.get(g))}
             self.compared += [f"fingerprint of {g}" for g in found if was.get(g)]
             for group in differences_of(was, found):
                 one = Difference(end - 1, group, was[group], found[group])
@@ -211,4 +223,13 @@ def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) ->
     if comparison.proved(step, step + 1) is None:
         compared = []  # only steps on the way to it were recorded
     changed = changed_since(note.get(SURROUNDINGS))
-    return Replay(step, loss, seen.records, found, compared, int(note["step"]), changed)
+    return Replay(
+        step,
+        loss,
+        seen.records,
+        found,
+        compared,
+        int(note["step"]),
+        changed,
+        nothing_there=comparison.nothing_there,
+    )

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tailrace.base.messages import counted
+from tailrace.records.fingerprints import GROUPS
 from tailrace.records.records import Record, Records
 
 SHOWN = 10
 """How many differences are printed."""
+
+FORM = "form of elements"
+"""The name of the dtypes and shapes of elements, where they are compared."""
+
+NEVER_COMPARED = (
+    "values that taps alone see, such as activations",
+    "arrays of aux",
+    "values of log= and of validations",
+)
+"""What a training keeps no record of that a replay could be compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +30,8 @@ class Difference:
 
     Attributes:
         step: the step, or the last one of the execution.
-        what: "loss", the name of another scalar of the step (of aux), or the group of tensors whose
-            fingerprint differs.
+        what: "loss", the name of another scalar of the step (of aux), the group of tensors whose
+            fingerprint differs, or "form of elements".
         recorded: the value that the training recorded; None if there is none.
         replayed: the value in the replay; None if there is none.
         part: the microbatch and replica whose value this is; empty for the mean of the step.
@@ -56,6 +67,8 @@ class Replay(Mapping[Any, Record]):
         loss: its loss.
         proved: True if everything that was recorded is equal bit for bit; False if something
             differs; None if nothing was recorded.
+        compared: the names of what was compared.
+        not_compared: what was not, and may differ although the replay is proved.
         differences: what differs, the earliest first.
         evidence: a description of what was compared.
         started_at: the step of the checkpoint that the replay started from.
@@ -73,11 +86,16 @@ class Replay(Mapping[Any, Record]):
         started_at: int,
         changed: Sequence[str] = (),
         source: str = "checkpoint",
+        nothing_there: Collection[str] = (),
     ) -> None:
         self.step, self.loss, self.started_at = step, loss, started_at
         self._records, self._source = records, source
         self.differences, self.changed = differences, list(changed)
-        self.evidence = ", ".join(dict.fromkeys(compared))
+        self.compared = list(dict.fromkeys(compared))
+        could = ["loss", *(f"fingerprint of {group}" for group in GROUPS), FORM]
+        known = {*self.compared, *(f"fingerprint of {group}" for group in nothing_there)}
+        self.not_compared = [*(name for name in could if name not in known), *NEVER_COMPARED]
+        self.evidence = ", ".join(self.compared)
         self.proved = not differences if compared else None
 
     def __getitem__(self, name: str | tuple[str, str]) -> Record:
@@ -117,7 +135,9 @@ class Replay(Mapping[Any, Record]):
                 "the elements are equal: the model, optimizer, options or machine differ, or a "
                 "callback changed the state"
             )
-        if not self.proved:
+        if self.proved:
+            lines.append(f"not compared: {', '.join(self.not_compared)}")
+        else:
             lines += [f"  changed since: {one}" for one in self.changed]
         return "\n".join(lines)
 

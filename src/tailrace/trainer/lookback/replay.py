@@ -40,6 +40,7 @@ def _run(
     rerun = start.rerun(engine, observe, dataset, recorded.has_fingerprints)
     # Before the first dispatch: a step beyond the end would be missed only there.
     rerun.check(step)
+    first, form = rerun.step, rerun.spec.text
     around = recorded.around(step)
     comparison = Comparison(recorded)
     with rerun.closing():
@@ -56,4 +57,5 @@ def _run(
             comparison.take_all(rerun.advance(sum(around)))
         elif start.continues(step + 1):
             comparison.take_all(rerun.advance(step + 2))
+    comparison.take_form(first, start.note["fit"].get("element"), form)
     return seen, comparison
