@@ -148,6 +148,7 @@ CONTENDERS: dict[str, Callable[[Model], Callable[[int], None]]] = {
 def started(name: str, contender: str, steps: int) -> dict[str, float]:
     """In a process of its own: seconds and processor seconds to the first step, and a step."""
     model = MODELS[name]()
+    assert tr.Trainer is not None  # imported when first used; every script pays that once
     begin, used = time.perf_counter(), time.process_time()
     run = CONTENDERS[contender](model)
     run(1)
