@@ -151,6 +151,7 @@ def has(what):
     return check
 
 
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
 PLAIN = {"rewrites": {"boundaries": False}}
 ONE_PART = {"compiler_options": {"xla_cpu_parallel_codegen_split_count": 1}}
 
@@ -161,7 +162,6 @@ def said(trainer):
 
 
 REFUSED, NOTED = "refused", "noted"
-EXACT_EXTREMES = {"xla_cpu_enable_fast_min_max": False}
 
 # name, the trainer's options in the first start and in the second, what is said, and what is then so.
 TRAINER = [
@@ -248,34 +248,6 @@ TRAINER = [
     ),
     ("observe_bytes", {}, {"observe_bytes": 1 << 20}, None, same),
     (
-        "rewrites",
-        {},
-        {"rewrites": {"convolutions": False}},
-        (NOTED, "build: rewrites boundaries, convolutions, .*build: rewrites boundaries[.]"),
-        has(lambda t: t.engine.built["rewrites"] == ["boundaries"]),
-    ),
-    (
-        "rewrites",
-        {"rewrites": {"convolutions": False}},
-        {},
-        None,
-        has(lambda t: t.engine.built["rewrites"] == ["boundaries"]),
-    ),
-    (
-        "compiler_options",
-        {},
-        {"compiler_options": EXACT_EXTREMES},
-        (NOTED, "build: .*; xla_cpu_enable_fast_min_max=False"),
-        has(lambda t: t.engine.built["options"] == EXACT_EXTREMES),
-    ),
-    (
-        "compiler_options",
-        {"compiler_options": EXACT_EXTREMES},
-        {},
-        None,
-        has(lambda t: t.engine.built["options"] == EXACT_EXTREMES),
-    ),
-    (
         "eval_fn",
         {},
         {"eval_fn": lambda p, s, x, y: 7.0},
@@ -321,6 +293,11 @@ TRAINER = [
     ("sentinel", {}, {"sentinel": 1.0}, None, has(lambda t: t.engine.sentinel is not None)),
     ("on_nonfinite", {}, {"on_nonfinite": "skip"}, None, column("skipped")),
     ("log", {}, {"log": "grad_norm"}, None, column("grad_norm")),
+    ("ema", {}, {"ema": 0.9}, (REFUSED, "does not have the form"), None),
+    ("mesh", {}, {"mesh": MESH}, (REFUSED, "has no replicas="), None),
+    ("shard", {}, {"shard": "fsdp"}, (REFUSED, "shard= says how arrays are divided over a mesh, and there is none"), None),
+    ("batch_axes", {}, {"batch_axes": "data"}, (REFUSED, "batch_axes= says how .* there is none"), None),
+    ("device", {}, {"device": jax.devices()[0]}, (REFUSED, "replicas=2 as well"), None),
     ("rewrites", PLAIN, {}, None, has(lambda t: said(t) == "rewrites convolutions")),
     ("rewrites", {}, PLAIN, (NOTED, "build: .*boundaries, .*build: rewrites conv"), same),
     ("compiler_options", ONE_PART, {}, None, has(lambda t: said(t).endswith("split_count=1"))),

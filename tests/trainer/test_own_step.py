@@ -497,3 +497,18 @@ def test_a_mark_has_a_name(name):
 def test_outside_of_a_program_a_mark_is_nothing():
     assert float(tr.mark(2.0, "x")) == 2
     assert float(jax.jit(jax.grad(lambda x: tr.mark(x * x, "x")))(3.0)) == 6
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_small_arrays_among_the_metrics_are_in_the_history(replicas):
+    def step(state, x):
+        state = state + tr.cross_replica_mean(x.sum())
+        return state, {"loss": x.mean(), "rows": x, "pair": (x[0], x[1:3])}
+
+    rows = [np.arange(4, dtype=np.float32) + n for n in range(6 * replicas)]
+    trainer = tr.Trainer.from_step(step, np.float32(0), replicas=replicas)
+    history = trainer.fit(rows, steps=6, progress=False)
+    expected = np.array(rows).reshape(6, replicas, 4).mean(1)
+    assert history.array_names == ["pair/1", "rows"]
+    np.testing.assert_allclose(history["rows"], expected, rtol=1e-6)
+    np.testing.assert_allclose(history["pair/1"], expected[:, 1:3], rtol=1e-6)

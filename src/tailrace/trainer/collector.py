@@ -88,7 +88,7 @@ class Collector:
         values = _scalars(sent)
         arrays = {name: self._split(v, replicas)[: ticket.steps] for name, v in values.items()}
         vectors = {
-            name: split_emission(v, self.microbatches, replicas, np.ndim(sent["loss"]))
+            name: split_emission(v, self.microbatches, replicas, np.ndim(one_of(values)))
             for name, v in sent.get("arrays", {}).items()
         }
         weights = sent["weight"]

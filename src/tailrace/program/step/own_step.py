@@ -45,7 +45,7 @@ from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.plain_step import evaluating_whole
 from tailrace.program.step.train_state import OwnState
-from tailrace.program.step.training_step import Compute, Step
+from tailrace.program.step.training_step import Compute, Step, small_arrays
 from tailrace.program.tracing.trace import Traced, top_loops
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.naming import Namer
@@ -154,7 +154,11 @@ class OwnStep(Step):
         with tracing_training():
             after, metrics = self.loss_fn(before, element)
         after = self._fitting(before, after)
-        self.scalars.enqueue({"aux": self._metrics(metrics), "weight": None})
+        scalars, metrics = self._metrics(metrics)
+        sent: dict[str, Any] = {"aux": scalars, "weight": None}
+        if arrays := small_arrays(metrics):
+            sent["arrays"] = arrays
+        self.scalars.enqueue(sent)
         return OwnState(name_values("updated", after, ALONE))
 
     def _fitting(self, before: Tree, after: Tree) -> Tree:
@@ -175,23 +179,27 @@ class OwnStep(Step):
 
         return jax.tree_util.tree_map_with_path(leaf, before, after)
 
-    def _metrics(self, metrics: Tree) -> dict[str, jax.Array]:
-        """The scalars among the metrics, by name; a single one is the loss."""
+    def _metrics(self, metrics: Tree) -> tuple[dict[str, jax.Array], Tree]:
+        """The scalars among the metrics by name (a single one is the loss), and all as observed."""
         name = self.loss_fn.__name__
         check_arrays(f"The metrics that {name} returns are", metrics)
         found: dict[str, jax.Array] = {}
-        for path, value in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+
+        def named(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
             called = path_name(path) or "loss"
             value = mark(value, Tag("value", called if called == "loss" else f"aux/{called}"))
             if value.ndim == 0:
                 found[called] = value
+            return value
+
+        metrics = jax.tree_util.tree_map_with_path(named, metrics)
         if not found:
             raise ProgramError(
                 f"A step returns (state, metrics), with at least one scalar among the metrics: they "
                 f"are the history. Received from {name}: {jax.tree.structure(metrics)} without one. "
                 f"Return {{'loss': loss}}, or whatever tells how training goes."
             )
-        return found
+        return found, metrics
 
     def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> NoReturn:
         raise ProgramError(

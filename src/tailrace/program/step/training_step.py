@@ -323,7 +323,7 @@ class Step(ABC):
         # A fixed scale is known from the options.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
         sent = {"loss": out.loss, "aux": scalars, "weight": out.weight}
-        if self.sends_arrays and (arrays := _arrays(out.aux)):
+        if self.sends_arrays and (arrays := small_arrays(out.aux)):
             sent["arrays"] = arrays
         self.scalars.enqueue(sent)
 
@@ -348,7 +348,7 @@ MOST_VALUES = 1024
 """The most values of an array of aux that a history has of each microbatch."""
 
 
-def _arrays(aux: Tree) -> dict[str, Any]:
+def small_arrays(aux: Tree) -> dict[str, Any]:
     """The arrays of `aux` by name that are small enough for a history."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
     named = {path_name(path) or "aux": value for path, value in found if jnp.ndim(value)}
@@ -364,7 +364,7 @@ def _arrays(aux: Tree) -> dict[str, Any]:
     if left := [name for name in arrays if name not in kept]:
         note_once(
             f"A history has arrays of aux of up to {MOST_VALUES:,} numbers for each microbatch. Left "
-            f"out: {', '.join(map(repr, left))}. Reduce them in the loss function, or observe them: "
+            f"out: {', '.join(map(repr, left))}. Reduce them where they are computed, or observe them: "
             f"observe=[tr.Tap('aux/{left[0]}', reduce='tensor')]."
         )
     return kept
