@@ -41,7 +41,7 @@ class ReturnedScalar(torch.Tensor):
             "computes the gradients and updates the weights on the device, and PyTorch records "
             "nothing of it. Remove backward(), optimizer.step() and optimizer.zero_grad(). A loss "
             "that is computed after the call belongs in forward; gradients are clipped by "
-            "max_grad_norm= of an optimizer of tt.optim. An inference model does not train: use "
+            "tt.training_model(..., max_grad_norm=1.0). An inference model does not train: use "
             "tt.training_model."
         )
 

@@ -26,8 +26,8 @@ _RULE = (
 _INSTEAD = {
     "torch.nn.utils.clip_grad": (
         "torch.nn.utils.clip_grad_norm_ and its like would clip nothing. Clip the norm of all "
-        "gradients with max_grad_norm= of an optimizer of tt.optim, such as tt.optim.AdamW(parameters, "
-        "lr, max_grad_norm=1.0); to clip values, give the parameter a torch.autograd.Function whose "
+        "gradients with max_grad_norm= of the model, tt.training_model(..., max_grad_norm=1.0); to "
+        "clip values, give the parameter a torch.autograd.Function whose "
         "backward does. Remove the call."
     ),
     "torch.amp.grad_scaler": (
@@ -78,7 +78,7 @@ def _read(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     elif not reader.startswith(("torch.", "tailrace.")) and any(_trained_by(parameter)):
         note_once(
             f"{_RULE} To see a gradient, anchor it: model.anchor_tensor(name, 'grad/...'), or select "
-            f"it with observe=. To clip it, use max_grad_norm= of an optimizer of tt.optim; to change "
+            f"it with observe=. To clip it, use max_grad_norm= of tt.training_model; to change "
             f"it, write a torch.autograd.Function with a backward of its own."
         )
     return None
