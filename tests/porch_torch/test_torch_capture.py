@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
     def forward(self, ids, labels=None, use_cache=True):
         cache = Cache(len(self.layers), self.configuration)
         x = self.embedding(ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.configuration.layers]:
             x = layer(x, cache)
         logits, loss = self.head(x), None
         if labels is not None:

@@ -12,6 +12,7 @@ from tailrace.base.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.errors import CallError, UsageError
+from tailrace.torch.models.weights import of_original_classes
 from tailrace.torch.tracing.forward import Forward
 from tailrace.torch.tracing.losses import LossError
 from tailrace.torch.tracing.module_function import ModuleFunction
@@ -60,9 +61,14 @@ def learned(
     ways = ["captured"] if loss is not None else [w for w in _WAYS if captures or w == "traced"]
     refusals: list[ProgramError] = []
     for way in ways:
-        forward = Forward(function, form) if way == "traced" else _captured(function, form, loss)
         try:
-            forward.learn(params, buffers, training)
+            if way == "traced":
+                forward = Forward(function, form)
+                forward.learn(params, buffers, training)
+                return forward
+            forward = _captured(function, form, loss)
+            with of_original_classes(function.module):
+                forward.learn(params, buffers, training)
             return forward
         except (UsageError, CallError):
             raise  # whichever way the module goes

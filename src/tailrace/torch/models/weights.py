@@ -7,6 +7,8 @@ are wrapped, which otherwise behave like the originals.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -64,6 +66,23 @@ def unlink(module: torch.nn.Module, owner: Owner) -> None:
     for inner in module.modules():
         left = tuple(one for one in owners_of(inner) if one is not owner)
         inner.__class__ = _owned_class(inner, left)
+
+
+@contextlib.contextmanager
+def of_original_classes(module: torch.nn.Module) -> Iterator[None]:
+    """While this lasts, a module and those inside have their original classes.
+
+    For what looks into classes (PyTorch's compiler), or makes more modules of them
+    (`self.layers[:2]`).
+    """
+    derived = {inner: type(inner) for inner in module.modules()}
+    try:
+        for inner, kind in derived.items():
+            inner.__class__ = vars(kind).get("_tailrace_original", kind)
+        yield
+    finally:
+        for inner, kind in derived.items():
+            inner.__class__ = kind
 
 
 def _owned_class(module: torch.nn.Module, owners: tuple[Any, ...]) -> type:
