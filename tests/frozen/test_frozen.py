@@ -43,6 +43,23 @@ def unpacked(case, folder):
         return folder / "left", dict(end)
 
 
+# A bias in front of a BatchNorm has no gradient but what rounding leaves of one, which Adam makes as large
+# as any other; the mean that the norm keeps contains that bias.
+OF_ROUNDING = {
+    "nnx_module": {"state0", "state7", "state13", "state19"},
+    "torch_saved": {"body.0.bias", "body.1.running_mean"},
+}
+
+
+def _comparable(case, tree):
+    """What two machines agree on: Keras' logs are Python's floats, of values computed in 32 bits."""
+    return {
+        name: np.float32(leaf) if np.asarray(leaf).dtype == np.float64 else leaf
+        for name, leaf in tree.items()
+        if name not in OF_ROUNDING.get(case, ())
+    }
+
+
 def same_machine(folder):
     """Whether equal bits can be asked for."""
     return json.loads((folder / "facts.json").read_text()) == facts()
@@ -53,7 +70,10 @@ def test_a_killed_training_goes_on(case, tmp_path):
     left, expected = unpacked(case, tmp_path)
     kept = {path.name for path in left.rglob("step-*")}
     end = CASES[case][0](left, None)
-    (assert_bits_equal if same_machine(tmp_path) else assert_close)(end, expected)
+    if same_machine(tmp_path):
+        assert_bits_equal(end, expected)
+    else:
+        assert_close(*(_comparable(case, tree) for tree in (end, expected)))
     damaged = {path.name for path in left.rglob("*.damaged*")}
     assert not damaged, f"of {kept}"
 
