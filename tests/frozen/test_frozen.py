@@ -43,8 +43,8 @@ def unpacked(case, folder):
         return folder / "left", dict(end)
 
 
-# A bias in front of a BatchNorm has no gradient but what rounding leaves of one, which Adam makes as large
-# as any other; the mean that the norm keeps contains that bias.
+# A bias in front of a BatchNorm has no gradient but what rounding leaves of one, which Adam makes as
+# large as any other; the mean that the norm keeps contains that bias.
 OF_ROUNDING = {
     "nnx_module": {"state0", "state7", "state13", "state19"},
     "torch_saved": {"body.0.bias", "body.1.running_mean"},
