@@ -295,8 +295,8 @@ class Trainer(Measuring, LookingBack):
         Everything around a step is as for any trainer. `trainer.state` is the state, in your form.
 
         Args:
-            step_fn: `step_fn(state, *batch)` returns `(state, metrics)`. Scalar metrics are the
-                history, by name; a single scalar is the loss.
+            step_fn: `step_fn(state, *batch)` returns `(state, metrics)`. Scalar metrics, and
+                small arrays, are in the history by name; a single scalar is the loss.
             state: what steps carry: any tree of arrays and numbers, with modules of Flax NNX and
                 Equinox, optax states and random keys in it. It is copied, and keeps its structure,
                 shapes and dtypes.

@@ -34,7 +34,7 @@ def training_model(
 
     Args:
         module: the module; its forward computes the loss.
-        optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        optimizer: from `torch.optim` or `tt.optim`; None: SGD, lr 0.01.
         loss: which value that forward returns is trained: a name ("total", "losses.main"), an index, or
             a function of the output. None: see above.
         scheduler: a `torch.optim.lr_scheduler` of that optimizer, or a list of them: advanced once a

@@ -24,7 +24,7 @@ class Start:
 
     @property
     def epoch(self) -> int:
-        """The epoch to go on with: the passes over the loader before it."""
+        """The epoch to go on with, counted in passes over the loader before it."""
         if self.known_epoch is None:
             raise CheckpointError(
                 "The checkpoint has no epoch: the model followed no loader. Make it with the model, "

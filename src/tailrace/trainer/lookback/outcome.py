@@ -18,7 +18,7 @@ FORM = "form of elements"
 
 NEVER_COMPARED = (
     "values that taps alone see, such as activations",
-    "arrays of aux",
+    "arrays of aux that a history does not have",
     "values of log= and of validations",
 )
 """What a training keeps no record of that a replay could be compared with."""
