@@ -8,7 +8,7 @@
 `tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one with a
 different loop. An engine knows nothing of epochs, callbacks, histories or files. It joins four parts:
 the step (`Step`), its programs (`TrainingPrograms`), the state (`HeldState`) and the reading of
-results (`Collector`).
+results (`Collector`). Long, and one thing: each of its methods is one of these four's.
 """
 
 from __future__ import annotations

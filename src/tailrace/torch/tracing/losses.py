@@ -51,7 +51,7 @@ LOSS_FUNCTIONS = frozenset(
 
 
 class LossError(ProgramError):
-    """Which value of a forward pass is the loss cannot be told."""
+    """The loss of a forward pass cannot be determined."""
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
