@@ -129,7 +129,7 @@ class History:
             arrays: arrays by name, each [steps, microbatches, replicas, ...].
         """
         before = len(self)
-        self._add_arrays(arrays or {}, before, len(values["loss"]))
+        self._add_arrays(arrays or {}, before, len(one_of(values)))
         for name, value in values.items():
             self._column(name, before, value).append(value, self._file)
         for name in self._columns.keys() - values.keys():
