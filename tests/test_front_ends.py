@@ -296,6 +296,15 @@ def test_a_full_outfeed_hides_no_step():
     assert len(queue.dequeue()) == EACH
 
 
+@pytest.fixture
+def heard_interrupts():
+    """Who runs the tests may ignore Ctrl-C, as a shell does for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_inside_a_call_of_pytorch(presses, monkeypatch):
     """It waits until weights, step and history agree; a second one does not wait."""

@@ -194,7 +194,7 @@ def test_equal_means_are_not_shown_as_a_difference():
     comparison = Comparison(recorded)
     loss = {"loss": np.float32([[[3.0], [1.0]]])}
     form = {"first_step": 0, "steps": 1, "elements": None, "weights": None}
-    comparison.take(SimpleNamespace(scalars=loss, **form))
+    comparison.take(SimpleNamespace(scalars=loss, arrays={}, **form))
     assert [str(one) for one in comparison.differences] == [
         "step 0: loss of microbatch 0, replica 0: 1.0 recorded, 3.0 replayed"
     ]

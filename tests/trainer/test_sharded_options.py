@@ -47,6 +47,7 @@ WORKS = {
     "config": {"config": {"name": "sharded"}},
     "rewrites": {"rewrites": {"boundaries": False}},
     "compiler_options": {"compiler_options": {"xla_cpu_enable_fast_math": False}},
+    "ema": {"ema": 0.9},
     "mesh": {},
     "shard": {"shard": "fsdp"},
     "batch_axes": {"batch_axes": ()},

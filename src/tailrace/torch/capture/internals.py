@@ -71,6 +71,9 @@ def settings() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.callback(logger.setLevel, level)
+        # Dynamo switches these checks off for the whole process when it is used first.
+        distribution: Any = torch.distributions.Distribution
+        stack.callback(distribution.set_default_validate_args, distribution._validate_args)
         logger.setLevel(logging.CRITICAL)
         stack.enter_context(patched)
         # A recurrent layer of oneDNN is one opaque operation.

@@ -18,6 +18,8 @@ REFUSED: dict[torch._ops.OpOverload, str] = {
     aten.equal.default: _READ,
     aten.masked_select.default: _COUNTED,
     aten.nonzero.default: _COUNTED,
+    aten.resize_.default: _WRITTEN,
+    aten.sym_is_contiguous.default: _PLACED,
     aten.sym_storage_offset.default: _PLACED,
     aten.sym_stride.int: _PLACED,
     aten.unique_consecutive.default: _COUNTED,
