@@ -186,3 +186,18 @@ def test_inside_of_a_mesh_of_jax(tmp_path):
             assert torch.equal(again.state_dict()[name], value), name
         tt.inference_model(again)(*batches[0])
         assert jax.sharding.get_mesh() == mesh
+
+
+def test_a_file_without_a_schedule_says_so(tmp_path, caplog):
+    model, _ = noisy()
+    model(*line(16))
+    model.save(tmp_path / "m.npz")
+    module, _ = seeded(Noisy)
+    adam = torch.optim.Adam(module.parameters(), lr=0.01)
+    rates = torch.optim.lr_scheduler.StepLR(adam, 2)
+    forget_notes()
+    tt.training_model(module, adam, scheduler=rates, device_iterations=2, seed=5).load(
+        tmp_path / "m.npz"
+    )
+    assert "go on from where they are, and not from step 2" in caplog.text
+    assert rates.last_epoch == 0

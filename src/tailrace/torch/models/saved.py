@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import note_once
 from tailrace.devices.shardings import without_mesh
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError, RunError
@@ -91,7 +92,13 @@ class SavedModel(FollowingModel):
         trees, note = read_state(path, kinds)
         with without_mesh():
             self._go_on_from(trees, note)
-        if self._schedule is not None and "schedule" in note:
+        if self._schedule is not None and "schedule" not in note:
+            note_once(
+                f"{str(path)!r} was saved by a model without scheduler=. The schedulers of this one go "
+                f"on from where they are, and not from step {self._step}.",
+                key=f"no schedule in {path}",
+            )
+        elif self._schedule is not None:
             states, numbers = decoded(note["schedule"], flat(trees.get("host", {})))
             put_numbers(self.optimizer, numbers)
             self._schedule.load(states)
