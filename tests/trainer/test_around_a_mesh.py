@@ -1,5 +1,7 @@
 """Trainers inside of `jax.set_mesh`: of that mesh, of another one, or of none."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,13 +42,13 @@ def value(one, data=DATA, **options):
     return np.float32(one.evaluate(data, **options)["loss"])
 
 
-MADE = {
-    "own step": (own, {}, True),
-    "own step on replicas": (own, {"replicas": 2}, True),
+MADE: dict[str, tuple[Any, Any, bool]] = {
+    "own step": (own, dict, True),
+    "own step on replicas": (own, lambda: {"replicas": 2}, True),
     "a device": (trainer, lambda: {"device": jax.devices()[1]}, True),
     "another mesh": (trainer, lambda: {"mesh": mesh_of(2), "shard": {"w": P("data")}}, True),
-    "made outside": (trainer, {"ema": 0.9}, False),
-    "made outside on replicas": (trainer, {"replicas": 2}, False),
+    "made outside": (trainer, lambda: {"ema": 0.9}, False),
+    "made outside on replicas": (trainer, lambda: {"replicas": 2}, False),
 }
 
 
@@ -66,8 +68,8 @@ def used(one, path):
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_mesh_around_a_trainer_that_has_none_or_another(name, tmp_path):
-    make, options, inside = MADE[name]
-    options = options() if callable(options) else options
+    make, given, inside = MADE[name]
+    options: dict[str, Any] = given()
     expected = used(make(**options), tmp_path / "plain")
     mesh = mesh_of(4, AxisType.Explicit)
     one = None if inside else make(**options)
