@@ -295,6 +295,8 @@ def test_a_directory_of_another_training_is_refused(tmp_path):
         made(tmp_path / "ck", hidden=5)[0].resume()
     with pytest.raises(error, match="microbatches of a step: 1 there, 2 here"):
         made(tmp_path / "ck", accumulation=2)[0].resume()
+    with pytest.raises(error, match="max_grad_norm=: None there, 1.0 here"):
+        made(tmp_path / "ck", max_grad_norm=1.0)[0].resume()
     model, _, optimizer = made(tmp_path / "ck")
     with pytest.raises(error, match=r"call model.resume\(\) before the first call"):
         model(*line(4))

@@ -2,6 +2,7 @@
 
 import zipfile
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -159,3 +160,44 @@ def test_replicas_and_accumulation_go_on_from_a_file(tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
     ours, theirs = found.optimizer.state_dict()["state"], model.optimizer.state_dict()["state"]
     assert all(torch.equal(ours[n]["exp_avg"], theirs[n]["exp_avg"]) for n in theirs)
+
+
+def test_inside_of_a_mesh_of_jax(tmp_path):
+    """Another part of the program may have called `jax.set_mesh`; the model is where it was."""
+    batches = [line(16, seed=n) for n in range(4)]
+    model, module = noisy()
+    for batch in batches:
+        model(*batch)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        first, _ = noisy()
+        for batch in batches[:2]:
+            first(*batch)
+        first.save(tmp_path / "m.npz")
+        other, again = noisy()
+        other.load(tmp_path / "m.npz")
+        other.copy_weights_to_host()
+        other.copy_weights_to_device()
+        other(*batches[2])
+        other.train(False)
+        other.train(True)
+        other(*batches[3])
+        for name, value in module.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), name
+        tt.inference_model(again)(*batches[0])
+        assert jax.sharding.get_mesh() == mesh
+
+
+def test_a_file_without_a_schedule_says_so(tmp_path, caplog):
+    model, _ = noisy()
+    model(*line(16))
+    model.save(tmp_path / "m.npz")
+    module, _ = seeded(Noisy)
+    adam = torch.optim.Adam(module.parameters(), lr=0.01)
+    rates = torch.optim.lr_scheduler.StepLR(adam, 2)
+    forget_notes()
+    tt.training_model(module, adam, scheduler=rates, device_iterations=2, seed=5).load(
+        tmp_path / "m.npz"
+    )
+    assert "go on from where they are, and not from step 2" in caplog.text
+    assert rates.last_epoch == 0

@@ -108,6 +108,12 @@ class ModelSharding:
                 f"axis_types=(jax.sharding.AxisType.Auto, ...)."
             ) from error
 
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for work on arrays of this mesh: without another mesh that is JAX's."""
+        mesh = _current()
+        mine = mesh is None or automatic(mesh) == self.mesh
+        return contextlib.nullcontext() if mine else without_mesh()
+
     def holds(self, value: object) -> bool:
         """Whether a value is an array over this mesh, by whatever kind of axes."""
         mesh = _mesh_of(value)
@@ -166,16 +172,16 @@ class ModelSharding:
 
         return jax.tree_util.tree_map_with_path(of, forms)
 
-    def check_batch(self, forms: Sequence[Any], paths: Sequence[str]) -> None:
+    def check_batch(self, shapes: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
         """Refuse elements whose leading dim cannot be divided over the batch axes."""
         parts = self.batches.parts
-        for form, path in zip(forms, paths, strict=True):
-            if form.ndim and form.shape[0] % parts:
+        for shape, path in zip(shapes, paths, strict=False):  # without data there is a path alone
+            if len(shape) and shape[0] % parts:
                 raise OptionError(
                     f"An element of the dataset is the whole microbatch, and is split over the mesh "
                     f"axes {axes_text(self.mesh, self.batch_axes)}: its leading dim is a multiple of "
-                    f"{parts}. Received: element{path} of shape {list(form.shape)}. Give batches of "
-                    f"{-(-form.shape[0] // parts) * parts}, or batch_axes=() to replicate them."
+                    f"{parts}. Received: element{path} of shape {list(shape)}. Give batches of "
+                    f"{-(-shape[0] // parts) * parts}, or batch_axes=() to replicate them."
                 )
 
     def _own(
@@ -256,8 +262,7 @@ def automatic(mesh: Mesh) -> Mesh:
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
     """A context without the mesh of `jax.set_mesh`, for work on arrays of one device."""
-    mesh: Any = jax.sharding.get_mesh()
-    if mesh.empty:
+    if _current() is None:
         return contextlib.nullcontext()
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
@@ -276,8 +281,17 @@ def _mesh_in(tree: Tree, asked: bool) -> Mesh | None:
 
 def _ambient(asked: bool) -> Mesh | None:
     """The mesh of `jax.set_mesh`."""
-    mesh: Any = jax.sharding.get_mesh()
-    return mesh if mesh is not None and not mesh.empty and (asked or mesh.size > 1) else None
+    mesh = _current()
+    return mesh if mesh is not None and (asked or mesh.size > 1) else None
+
+
+def _current() -> Mesh | None:
+    """The mesh that is JAX's in this thread; None if there is none, or while JAX traces."""
+    try:
+        mesh: Any = jax.sharding.get_mesh()
+    except ValueError:  # a trace has its own
+        return None
+    return None if mesh.empty else mesh
 
 
 def _mesh_of(leaf: object) -> Mesh | None:

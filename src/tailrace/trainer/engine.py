@@ -255,6 +255,14 @@ class Engine:
             return jax.tree.map(lambda x: sharding.shown(jnp.copy(x)), tree)
         return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
 
+    def placed(self, params: Tree) -> Any:
+        """Other parameters, where a program reads those of the state: sharded like them."""
+        if self.placement.sharding is None:
+            return params
+        return jax.tree.map(
+            lambda x, own: jax.device_put(x, own.sharding), params, self.state.params
+        )
+
     def replace(self, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the state, by their index in its tree; values are copied."""
         # The next execution finds a state that no execution left: the check at rest would report it

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tailrace.base.trees import Tree
 from tailrace.devices.devices import Device, available
 from tailrace.devices.shard_rules import Shard
-from tailrace.devices.shardings import ModelSharding, sharding_of
+from tailrace.devices.shardings import ModelSharding, sharding_of, without_mesh
 from tailrace.errors import OptionError
 from tailrace.pipeline.pipeline import Pipeline
 
@@ -68,8 +68,8 @@ class ModelPlace:
         return cls(sharding)
 
     def within(self) -> contextlib.AbstractContextManager[None]:
-        """A context for work on the model: its mesh is then JAX's."""
-        return contextlib.nullcontext() if self.sharding is None else self.sharding.within()
+        """A context for work on the model: its mesh is then JAX's, and without one none is."""
+        return without_mesh() if self.sharding is None else self.sharding.within()
 
     def own(self, tree: Tree) -> Any:
         """The same arrays, as programs on the mesh take them; nothing is copied."""

@@ -113,6 +113,15 @@ def check_evaluates(engine: Engine, eval_fn: object) -> None:
         )
 
 
+def check_has_params(engine: Engine, what: str) -> None:
+    """Refuse what is about parameters, for a step whose state nobody else can read."""
+    if isinstance(engine.step_function, OwnStep):
+        raise OptionError(
+            f"{what} of tr.Trainer is about parameters. Received: a trainer of a step of your own, "
+            f"whose state is one tree. Set trainer.state for other values; your averages are in it."
+        )
+
+
 def check_has_loss(engine: Engine) -> None:
     """Refuse to explain a step of a trainer that knows no loss of a row."""
     if isinstance(engine.step_function, OwnStep):

@@ -23,6 +23,7 @@ from tailrace.data.no_data import or_no_data
 from tailrace.devices.devices import Device
 from tailrace.devices.processes import distributed
 from tailrace.devices.shard_rules import Shard
+from tailrace.devices.shardings import without_mesh
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.waiting import Patience
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
@@ -68,7 +69,13 @@ from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
-from tailrace.trainer.own_steps import REFUSED, bind_state, check_evaluates, engine_of_step
+from tailrace.trainer.own_steps import (
+    REFUSED,
+    bind_state,
+    check_evaluates,
+    check_has_params,
+    engine_of_step,
+)
 from tailrace.trainer.showing.look import trainer_html, trainer_text
 from tailrace.trainer.suggestions import suggesting
 
@@ -341,20 +348,21 @@ class Trainer(Measuring, LookingBack):
         trainer = cls.__new__(cls)
         trainer._bound, trainer._averages = (bound := bind_state(state)), False
         trainer.config, logged = check_config(config), parse_log(log)
-        trainer.engine = engine_of_step(
-            step_fn,
-            bound,
-            observe=observe,
-            logged=logged,
-            on_nonfinite=on_nonfinite,
-            replicas=replicas,
-            replica_state=replica_state,
-            seed=seed,
-            fingerprint=check_fingerprint(fingerprint),
-            sentinel=sentinel,
-            rewrites=rewrites,
-            compiler_options=compiler_options,
-        )
+        with without_mesh():
+            trainer.engine = engine_of_step(
+                step_fn,
+                bound,
+                observe=observe,
+                logged=logged,
+                on_nonfinite=on_nonfinite,
+                replicas=replicas,
+                replica_state=replica_state,
+                seed=seed,
+                fingerprint=check_fingerprint(fingerprint),
+                sentinel=sentinel,
+                rewrites=rewrites,
+                compiler_options=compiler_options,
+            )
         trainer._surround(logged, steps_per_execution, observe_bytes, run_dir, eval_fn)
         return trainer
 
@@ -373,7 +381,8 @@ class Trainer(Measuring, LookingBack):
     @state.setter
     def state(self, state: Any) -> None:
         self._fits.check_thread("a state that is set")
-        self.engine.state = check_state(self.engine.state, self._bound.held_whole(state))
+        with self._fits.reading():
+            self.engine.state = check_state(self.engine.state, self._bound.held_whole(state))
 
     @property
     def params(self) -> Any:
@@ -416,6 +425,7 @@ class Trainer(Measuring, LookingBack):
 
     def _averaged(self) -> Any:
         if not self._averages:
+            check_has_params(self.engine, "ema_params")
             raise ProgramError(
                 "trainer.ema_params are averaged parameters, which tr.Trainer(..., ema=0.999) keeps. "
                 "Received: a trainer without ema=. Use trainer.params."
@@ -427,8 +437,9 @@ class Trainer(Measuring, LookingBack):
         """Parameters and model state for an evaluation: those given, the average, or as trained."""
         read = self.engine.read()
         if params is not None:
+            check_has_params(self.engine, "params=")
             given = params if self.pipeline is None else self.pipeline.untie(params)
-            return check_like_params(self.engine.form.params, given), read[1]
+            return self.engine.placed(check_like_params(self.engine.form.params, given)), read[1]
         return (self._averaged(), read[1]) if self._averages else read
 
     @property
@@ -531,7 +542,8 @@ class Trainer(Measuring, LookingBack):
         Raises:
             ProgramError: no example, and no fit yet.
         """
-        return self.engine.tensors(example)
+        with self.engine.placement.outside():
+            return self.engine.tensors(example)
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
@@ -653,7 +665,8 @@ class Trainer(Measuring, LookingBack):
             ProgramError: a fit is running.
         """
         self._check_alone()
-        self._fits.epochs = restore_state(self.engine, path)
+        with self._fits.reading():
+            self._fits.epochs = restore_state(self.engine, path)
 
     # -- using the model ------------------------------------------------------------------------
 

@@ -122,7 +122,8 @@ class TrainingPrograms:
             self.let_go(dataset, fresh)  # its first element may come yet
             raise
         if self.placement.sharding is not None:
-            self.placement.sharding.check_batch(spec.leaves, spec.paths)
+            # The shapes that functions get: the numbers of a key are no rows.
+            self.placement.sharding.check_batch(spec.shapes, spec.paths)
         if spec not in self._runners:
             self._runners[spec] = self._traced(spec, fresh)
             return self._runners[spec], fresh

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace.devices import devices
 from tailrace.devices.devices import Device
-from tailrace.devices.shardings import ModelSharding
+from tailrace.devices.shardings import ModelSharding, without_mesh
 from tailrace.errors import ProgramError, ReplicaError
 
 
@@ -92,6 +92,10 @@ class Placement:
     def within(self) -> contextlib.AbstractContextManager[None]:
         """A context to trace and lower in: the mesh of a sharded model is then JAX's."""
         return _without_a_mesh() if self.sharding is None else self.sharding.within()
+
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for work on its arrays: without a mesh of JAX that is not the model's."""
+        return without_mesh() if self.sharding is None else self.sharding.outside()
 
     def _spread(self, *axes: str | None) -> Any:
         """A sharding over the mesh; without a mesh, the single device."""

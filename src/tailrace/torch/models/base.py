@@ -10,6 +10,7 @@ import torch
 
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
+from tailrace.devices.shardings import without_mesh
 from tailrace.errors import OptionError
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue, names_listed_by
@@ -74,6 +75,10 @@ class Model(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one execution; arguments are those of the module's forward."""
+        with without_mesh():
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the program is looked at: changes on the host may drop it.
         self._before_call()
         if self.is_compiled and self._hooks_now() != self._hooks_traced:
@@ -112,8 +117,9 @@ class Model(ABC):
         if self.is_compiled:
             note_once("Call to compile() ignored: the model is compiled already.")
             return
-        self._build(args, kwargs)
-        self._program.compile()
+        with without_mesh():
+            self._build(args, kwargs)
+            self._program.compile()
 
     @property
     def is_compiled(self) -> bool:

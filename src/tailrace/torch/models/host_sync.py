@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tailrace.base.messages import note_once
+from tailrace.devices.shardings import without_mesh
 from tailrace.errors import ProgramError
 from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
@@ -318,7 +319,8 @@ class FollowingModel(Model):
     def _drop_program(self) -> None:
         if self._program is not None:
             # Copies: the arrays of the state are buffers of the program.
-            self._held = jax.tree.map(jnp.copy, self._program.state)
+            with without_mesh():
+                self._held = jax.tree.map(jnp.copy, self._program.state)
             self._step = self._program.engine.step
         super()._drop_program()
 

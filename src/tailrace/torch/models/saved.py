@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.base.messages import note_once
+from tailrace.devices.shardings import without_mesh
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError, RunError
 from tailrace.program.step.training_step import TrainState
@@ -37,6 +39,7 @@ class SavedModel(FollowingModel):
     """A model that writes its state, and goes on from what it has written."""
 
     _schedule: Schedule | None
+    _max_grad_norm: float | None
     _keeping: Keeping | None
     _passes: Passes | None
     _log: CallLog | None
@@ -87,8 +90,15 @@ class SavedModel(FollowingModel):
         """
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
-        self._go_on_from(trees, note)
-        if self._schedule is not None and "schedule" in note:
+        with without_mesh():
+            self._go_on_from(trees, note)
+        if self._schedule is not None and "schedule" not in note:
+            note_once(
+                f"{str(path)!r} was saved by a model without scheduler=. The schedulers of this one go "
+                f"on from where they are, and not from step {self._step}.",
+                key=f"no schedule in {path}",
+            )
+        elif self._schedule is not None:
             states, numbers = decoded(note["schedule"], flat(trees.get("host", {})))
             put_numbers(self.optimizer, numbers)
             self._schedule.load(states)
@@ -165,7 +175,8 @@ class SavedModel(FollowingModel):
                 "it once, at the start of the script."
             )
         try:
-            return self._resumed_from(keeping, objects)
+            with without_mesh():
+                return self._resumed_from(keeping, objects)
         except BaseException:
             keeping.close()
             raise
@@ -182,6 +193,8 @@ class SavedModel(FollowingModel):
             "microbatches of a step": (self._options.microbatches, note["microbatches"]),
             "replicas": (self._options.replicas, note["replicas"]),
         }
+        if "max_grad_norm" in note:  # older checkpoints do not say
+            here["max_grad_norm="] = (self._max_grad_norm, note["max_grad_norm"])
         keeping.check_same(here)
         try:
             self._go_on_from(nested(model_arrays(arrays)), note)
@@ -219,5 +232,6 @@ class SavedModel(FollowingModel):
             "programs": self._programs,
             "microbatches": self._options.microbatches,
             "replicas": self._options.replicas,
+            "max_grad_norm": self._max_grad_norm,
         }
         return flat(trees), past, note

@@ -15,6 +15,7 @@ import torch
 
 from tailrace.base.messages import note_once
 from tailrace.base.trees import Tree
+from tailrace.devices.shardings import without_mesh
 from tailrace.records.history import History
 from tailrace.taps.tap import Observe
 from tailrace.torch.calls.arrays import tensor_of
@@ -110,13 +111,14 @@ class TrainingModel(SavedModel):
         self._check_alive()
         # First: reading weights would otherwise bring back those of the device.
         self._dirty = False
-        params, buffers = weights_of(self.module)
-        state = self._state()._replace(params=params, model_state=buffers)
-        if self._program is None:
-            # Copies: host arrays may share the memory of the module's tensors.
-            self._held = jax.tree.map(jnp.array, state)
-        else:
-            self._program.put(state)
+        with without_mesh():
+            params, buffers = weights_of(self.module)
+            state = self._state()._replace(params=params, model_state=buffers)
+            if self._program is None:
+                # Copies: host arrays may share the memory of the module's tensors.
+                self._held = jax.tree.map(jnp.array, state)
+            else:
+                self._program.put(state)
         self._count_host_writes()
         self.version += 1
 
@@ -163,11 +165,12 @@ class TrainingModel(SavedModel):
         first = next(rest, None)
         if first is None:
             raise past.ended()
-        if self._program is None:
-            self._before_call()
-            self._build(first, {})
-        assert self._program is not None
-        return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
+        with without_mesh():
+            if self._program is None:
+                self._before_call()
+                self._build(first, {})
+            assert self._program is not None
+            return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use another optimizer, or other hyperparameters, from the next call on.

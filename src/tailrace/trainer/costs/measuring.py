@@ -49,7 +49,8 @@ class Measuring:
             steps = self._fits.steps_per_execution or 10
         else:
             check_count("steps", steps, at_least=1, error=OptionError)
-        return explained(self.engine, example, int(steps))
+        with self.engine.placement.outside():
+            return explained(self.engine, example, int(steps))
 
     def profile(self, dataset: object, executions: int = 2) -> Profile:
         """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
@@ -80,7 +81,8 @@ class Measuring:
             True
         """
         self._fits.check_alone()
-        found = profiled(self.engine, or_no_data(dataset), executions, self._fits.pace)
+        with self.engine.placement.outside():
+            found = profiled(self.engine, or_no_data(dataset), executions, self._fits.pace)
         self._journal.add_profile(found.to_json())
         return found
 
@@ -101,9 +103,10 @@ class Measuring:
             >>> trainer.summary().parameters
             10
         """
-        if example is not None:
-            self.engine.use([example])
-        return summarise(self.engine)
+        with self.engine.placement.outside():
+            if example is not None:
+                self.engine.use([example])
+            return summarise(self.engine)
 
     def report(self) -> PipelineReport:
         """The cost of each stage of a pipeline, its idle time, and possible improvements.

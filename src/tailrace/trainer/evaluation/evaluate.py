@@ -129,8 +129,13 @@ class Evaluator:
         """Results one by one, soon after they are computed."""
         # Closed explicitly: since Python 3.12 a closed generator may keep its iterator alive.
         with closing(self._run(dataset, fn, read, None, timeout_s, live=True)) as results:
-            for tree, _ in results:
-                leaves, structure = jax.tree.flatten(tree)
+            while True:
+                # Around each step of it: between them the caller goes on, with a mesh or without.
+                with self._placement.outside():
+                    found = next(results, None)
+                if found is None:
+                    return
+                leaves, structure = jax.tree.flatten(found[0])
                 for row in zip(*leaves, strict=True):
                     yield jax.tree.unflatten(structure, row)
 

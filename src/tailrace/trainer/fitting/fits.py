@@ -66,7 +66,8 @@ class Fits:
             raise _not_alone()
         self._thread = threading.get_ident()
         try:
-            yield
+            with self._engine.placement.outside():
+                yield
         finally:
             self._thread = None
             self._turn.release()
@@ -88,7 +89,8 @@ class Fits:
         does not belong to."""
         self._check_reported()
         try:
-            yield
+            with self._engine.placement.outside():
+                yield
         except (RuntimeError, ValueError) as error:
             # JAX's words for an array that an execution has overwritten.
             if self._turn.locked() and "deleted" in str(error):

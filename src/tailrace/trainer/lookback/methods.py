@@ -81,9 +81,10 @@ class LookingBack:
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
-        return replay(
-            self.engine, step, or_no_data(dataset), observe, checkpoint, recorded, self._made
-        )
+        with self.engine.placement.outside():
+            return replay(
+                self.engine, step, or_no_data(dataset), observe, checkpoint, recorded, self._made
+            )
 
     def explain_step(
         self,
@@ -127,9 +128,10 @@ class LookingBack:
         self._check_alone()
         check_has_loss(self.engine)
         recorded = recorded_by(self._journal)
-        return explain_step(
-            self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made
-        )
+        with self.engine.placement.outside():
+            return explain_step(
+                self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made
+            )
 
     def rewind(
         self,
@@ -179,9 +181,10 @@ class LookingBack:
         before = self.engine.step
         recorded = recorded_by(self._journal)
         check = self._journal.check_belongs
-        proved = rewind(
-            self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made, check
-        )
+        with self.engine.placement.outside():
+            proved = rewind(
+                self.engine, step, or_no_data(dataset), checkpoint, recorded, self._made, check
+            )
         said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
         self._journal.rewind(step, {**said, "proved": proved})
         return proved
@@ -222,4 +225,5 @@ class LookingBack:
             1
         """
         self._check_alone()
-        return replay_bundle(self.engine, bundle, example, observe)
+        with self.engine.placement.outside():
+            return replay_bundle(self.engine, bundle, example, observe)
