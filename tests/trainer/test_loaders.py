@@ -60,6 +60,7 @@ def seed(number):
         sys.modules["torch"].manual_seed(number)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # the workers of loaders do not touch JAX
 @pytest.mark.parametrize("name", HELD)
 def test_every_epoch_is_that_of_a_for_loop(name):
     seed(11)
@@ -72,6 +73,7 @@ def test_every_epoch_is_that_of_a_for_loop(name):
     assert found.tolist() == expected
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.parametrize("name", HELD)
 def test_a_resumed_fit_goes_on_as_the_loop(name, tmp_path):
     """Killed after an epoch, in the next, and in the last; each process has other seeds."""
