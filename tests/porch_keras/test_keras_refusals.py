@@ -14,6 +14,8 @@ from tailrace.errors import OptionError, TailraceError
 X = np.linspace(0, 1, 24, dtype=np.float32).reshape(24, 1)
 
 
+# JAX 0.12 warns of Keras' symbolic build.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 @pytest.mark.parametrize("size", [1, 4])
 def test_data_that_does_not_fit(size):
     """Batches that are moved alone, and blocks of them."""
