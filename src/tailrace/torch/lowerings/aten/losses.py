@@ -93,18 +93,18 @@ def _reduced(loss: TensorLike, reduction: int) -> Any:
 
 
 @jax.custom_jvp
-def _entropy(x: TensorLike, y: TensorLike) -> Any:
+def entropy(x: TensorLike, y: TensorLike) -> Any:
     """Of a probability; logarithms end at -100, as in PyTorch."""
     return (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
 
 
-@_entropy.defjvp
+@entropy.defjvp
 def _entropy_jvp(given: TensorLike, tangents: TensorLike) -> Any:
     """PyTorch's own slope: finite at the probabilities 0 and 1, where that of the formula is not."""
     (x, y), (dx, dy) = given, tangents
     slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
     turn = jnp.maximum(jnp.log1p(-x), -100) - jnp.maximum(jnp.log(x), -100)
-    return _entropy(x, y), slope * dx + turn * dy
+    return entropy(x, y), slope * dx + turn * dy
 
 
 @lowering(aten.binary_cross_entropy.default)
@@ -113,7 +113,7 @@ def binary_cross_entropy(
 ) -> Any:
     """Of probabilities."""
     held = wide(x.dtype)
-    loss = _entropy(as_dtype(x, held), as_dtype(target, held))
+    loss = entropy(as_dtype(x, held), as_dtype(target, held))
     if weight is not None:
         loss = loss * as_dtype(weight, held)
     return _reduced(loss, reduction).astype(x.dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch.nn.functional as functional
 
 from tailrace.base.array_like import TensorLike
+from tailrace.torch.lowerings.aten.losses import entropy
 from tailrace.torch.tracing.watch import Watch
 
 
@@ -163,21 +164,6 @@ def _ctc_loss(
     return watch.tensor(_reduced(loss, reduction))
 
 
-@jax.custom_jvp
-def _entropy(x: TensorLike, y: TensorLike) -> Any:
-    """Of a probability; logarithms end at -100, as in PyTorch."""
-    return (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
-
-
-@_entropy.defjvp
-def _entropy_jvp(given: TensorLike, tangents: TensorLike) -> Any:
-    """PyTorch's own slope: finite at the probabilities 0 and 1, where that of the formula is not."""
-    (x, y), (dx, dy) = given, tangents
-    slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
-    turn = jnp.maximum(jnp.log1p(-x), -100) - jnp.maximum(jnp.log(x), -100)
-    return _entropy(x, y), slope * dx + turn * dy
-
-
 def _binary_cross_entropy(
     watch: Watch,
     input: TensorLike,
@@ -192,7 +178,7 @@ def _binary_cross_entropy(
         return NotImplemented  # refused there, in PyTorch's words
     x = input.jax()
     wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
-    loss = _entropy(wide, target.jax().astype(wide.dtype))
+    loss = entropy(wide, target.jax().astype(wide.dtype))
     if weight is not None:
         loss = loss * weight.jax().astype(wide.dtype)
     how = _reduction(reduction, size_average, reduce)
