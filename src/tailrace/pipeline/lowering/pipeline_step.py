@@ -46,9 +46,9 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.loss_scale import unscaled
-from tailrace.program.step.plain_step import evaluating_whole
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.training_step import Compute, Step, Yield, share_of
+from tailrace.program.step.whole_step import evaluating_whole
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
 

@@ -4,6 +4,7 @@ In: a loss function, an optimizer, and options for accumulation, loss scale and 
 Out: a `Step`, whose `loop` is the body of a training program, and `TrainState`, which it carries.
 
     training_step     what every step does once: reduction over replicas, update, names
+    whole_step        what steps that are not cut into stages have in common
     plain_step        microbatches of a model that is differentiated as a whole
     own_step          a step that the user wrote, of which nothing else is known
     accumulation      how the gradients of microbatches become one

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from tailrace.base.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.feed import Feed
-from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.array_trees import check_arrays, dtype_beside
+from tailrace.jaxprs.array_trees import check_arrays
 from tailrace.jaxprs.control import scan_of
 from tailrace.jaxprs.marks import (
     ProgramTrace,
@@ -40,12 +39,9 @@ from tailrace.jaxprs.marks import (
 )
 from tailrace.program.in_program import tracing_training
 from tailrace.program.loops import repeat_with, whole
-from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.program.running.loop_state import LoopState
-from tailrace.program.running.placement import Placement
-from tailrace.program.step.plain_step import evaluating_whole
 from tailrace.program.step.train_state import OwnState
-from tailrace.program.step.training_step import Compute, Step, small_arrays
+from tailrace.program.step.training_step import fitting_forms, small_arrays
+from tailrace.program.step.whole_step import WholeStep
 from tailrace.program.tracing.trace import Traced, top_loops
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.naming import Namer
@@ -86,37 +82,12 @@ class InTheStep:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OwnStep(Step):
+class OwnStep(WholeStep):
     """A step of the user's own; `loss_fn` is its `StepFunction`."""
 
     def loop(self, state: Any, infeed: Feed, length: int = 1) -> Any:
         """`length` steps, fed by `infeed`: the body of a training program."""
         return repeat_with(whole, length, self.once, state, infeed)
-
-    def runner(
-        self,
-        form: Any,
-        infeed: Feed,
-        placement: Placement,
-        each: Sequence[bool],
-        kept_from: int,
-    ) -> LoopRunner:
-        """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
-
-        def train(state: OwnState, _: object) -> OwnState:
-            return self.loop(state, infeed)
-
-        return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
-
-    def evaluating(
-        self, compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
-    ) -> LoopRunner:
-        """A runner that sends out `compute(None, state, batch, ())` for each element."""
-        return evaluating_whole(compute, out, infeed, read, placement)
-
-    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
-        """The state for dispatches of such a runner."""
-        return runner.begin((), read)
 
     def listed(self, traced: Traced, found: Sequence[Entry]) -> Sequence[Entry]:
         """The activations of the program: read from it, for the step itself differentiates."""
@@ -163,21 +134,8 @@ class OwnStep(Step):
 
     def _fitting(self, before: Tree, after: Tree) -> Tree:
         """The new state, of the shapes and dtypes of the old one; numbers become arrays."""
-
-        def leaf(path: tuple[Any, ...], old: jax.Array, new: Any) -> jax.Array:
-            if hasattr(new, "dtype") and not isinstance(new, jax.Array):
-                new = jnp.asarray(new)  # float64 of NumPy is float32 here
-            dtype = dtype_beside(old, new)
-            if jnp.shape(new) != old.shape or dtype != old.dtype:
-                raise ProgramError(
-                    f"A step returns the state in the shapes and dtypes that it got. "
-                    f"{path_name(path) or 'The state'} was {old.dtype}{list(old.shape)} and came back "
-                    f"as {dtype}{list(jnp.shape(new))} from {self.loss_fn.__name__}. Cast or reshape "
-                    f"it there, or start with the other form."
-                )
-            return new if isinstance(new, jax.Array) else jnp.asarray(new, dtype)
-
-        return jax.tree_util.tree_map_with_path(leaf, before, after)
+        rule = "A step returns the state in the shapes and dtypes that it got."
+        return fitting_forms(before, after, rule, "The state", self.loss_fn.__name__)
 
     def _metrics(self, metrics: Tree) -> tuple[dict[str, jax.Array], Tree]:
         """The scalars among the metrics by name (a single one is the loss), and all as observed."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,24 +14,21 @@ import jax.numpy as jnp
 from tailrace.base.trees import Tree
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
-from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, name_values
 from tailrace.program.in_program import microbatch, tracing_training
 from tailrace.program.loops import repeat, repeat_with, whole
-from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.program.running.loop_state import LoopState
-from tailrace.program.running.placement import Placement
 from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.loss_again import loss_again
 from tailrace.program.step.train_state import TrainState
-from tailrace.program.step.training_step import ALONE, Compute, Step, Yield, share_of
+from tailrace.program.step.training_step import ALONE, Yield, share_of
 from tailrace.program.step.update_rule import FUNCTIONS
+from tailrace.program.step.whole_step import WholeStep
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PlainStep(Step):
+class PlainStep(WholeStep):
     """A step whose model is differentiated as a whole."""
 
     def loop(self, state: TrainState, infeed: Feed, length: int = 1) -> TrainState:
@@ -40,31 +36,6 @@ class PlainStep(Step):
         if self.accumulation.microbatches == 1:
             return repeat_with(whole, length, self.plain, state, infeed)
         return repeat(length, lambda s: self.accumulated(s, infeed), state)
-
-    def runner(
-        self,
-        form: TrainState,
-        infeed: Feed,
-        placement: Placement,
-        each: Sequence[bool],
-        kept_from: int,
-    ) -> LoopRunner:
-        """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
-
-        def train(state: TrainState, _: object) -> TrainState:
-            return self.loop(state, infeed)
-
-        return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
-
-    def evaluating(
-        self, compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
-    ) -> LoopRunner:
-        """A runner that sends out `compute(params, model_state, batch, ())` for each element."""
-        return evaluating_whole(compute, out, infeed, read, placement)
-
-    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
-        """The state for dispatches of such a runner."""
-        return runner.begin((), read)
 
     # -- the two kinds of step ------------------------------------------------------------------
 
@@ -155,23 +126,3 @@ class PlainStep(Step):
             params = self.sharding.gather(params)
         first = (params, model_state) if self.has_model_state else (params,)
         return call_with_element(self.loss_fn, (*first, *inputs), batch)
-
-
-def evaluating_whole(
-    compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
-) -> LoopRunner:
-    """A runner that sends out `compute(*read, batch, ())` for each element, on one device.
-
-    It carries nothing: its state is `runner.begin((), read)`.
-    """
-
-    def program(_: object, read: Tree) -> Any:
-        params, model_state = read
-
-        def one(carry: Tree, batch: Tree) -> Any:
-            out.enqueue(compute(params, model_state, batch, ()))
-            return carry
-
-        return repeat_with(whole, 1, one, (), infeed)
-
-    return LoopRunner(program, (), read, placement)

@@ -199,7 +199,9 @@ class Step(ABC):
             loss, aux = self.precision.widen((loss, aux))
             # The loop carries the state: it must leave with the dtype it came with.
             after = same_dtypes(after, model_state)
-        after = _same_forms(model_state, after, name) if self.has_model_state else None
+        rule = "The new model state has the shapes and dtypes of the old one."
+        has_state = self.has_model_state
+        after = fitting_forms(model_state, after, rule, "model_state", name) if has_state else None
         if loss is None:
             raise ProgramError(
                 f"{name} returns one loss, a float scalar, or (loss, aux). Received: None. "
@@ -378,8 +380,16 @@ def _check_structure(before: Tree, after: Tree, name: str) -> None:
         )
 
 
-def _same_forms(before: Tree, after: Tree, name: str) -> Tree:
-    """The new model state, of the shapes and dtypes of the old one; numbers become arrays."""
+def fitting_forms(before: Tree, after: Tree, rule: str, alone: str, name: str) -> Tree:
+    """What a step leaves, of the shapes and dtypes of what it got; numbers become arrays.
+
+    Args:
+        before: what it got.
+        after: what it leaves, of the same structure.
+        rule: the sentence that an error begins with.
+        alone: the name of a tree that is a single leaf.
+        name: the function that made it.
+    """
 
     def leaf(path: tuple[Any, ...], old: jax.Array, new: TensorLike) -> jax.Array:
         if hasattr(new, "dtype") and not isinstance(new, jax.Array):
@@ -387,8 +397,7 @@ def _same_forms(before: Tree, after: Tree, name: str) -> Tree:
         dtype = dtype_beside(old, new)
         if jnp.shape(new) != old.shape or dtype != old.dtype:
             raise ProgramError(
-                f"The new model state has the shapes and dtypes of the old one. "
-                f"{path_name(path) or 'model_state'} was {old.dtype}{list(old.shape)} and came back as "
+                f"{rule} {path_name(path) or alone} was {old.dtype}{list(old.shape)} and came back as "
                 f"{dtype}{list(jnp.shape(new))} from {name}. Cast or reshape it there, or start with "
                 f"the other form."
             )

@@ -21,7 +21,7 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.in_program import tracing_training
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.running.placement import Placement
-from tailrace.program.step.plain_step import evaluating_whole
+from tailrace.program.step.whole_step import evaluating_whole
 from tailrace.trainer.engine import Engine
 
 EXAMPLE = np.dtype(
